@@ -175,13 +175,13 @@ static void fill_blocks(attention_problem *p, const attention_case *c, rng *r) {
         tensor_raw_set(columns, y, none[y % COUNT(none)]);
 }
 
-static void fill_huge_bias(attention_problem *p, double huge) {
+static void fill_huge_bias(attention_problem *p, double huge, int64_t from) {
     tensor *t = &p->t[T_BIAS];
     for (int64_t n = 0; n < t->dim[0]; n++)
         for (int64_t x = 0; x < t->dim[1]; x++)
             for (int64_t i = 0; i < t->dim[2]; i++)
                 for (int64_t j = 0; j < t->dim[3]; j++)
-                    if ((i % 3 == 1 && t->stride[2] != 0) || j % 4 == 2)
+                    if ((i % 3 == 1 && t->stride[2] != 0) || j % 4 == 2 || (from && j >= from))
                         tensor_set(t, n, x, i, j, huge);
 }
 
@@ -311,7 +311,7 @@ static void fill_inputs(attention_problem *p, const attention_case *c) {
         tensor_convert(&t[T_V], &t[T_Q]);
     }
     if (c->huge_bias != 0)
-        fill_huge_bias(p, c->huge_bias);
+        fill_huge_bias(p, c->huge_bias, c->huge_from);
     if (c->poison_masked)
         poison_unseen(p, c->huge_bias != 0);
 }

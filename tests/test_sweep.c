@@ -255,6 +255,8 @@ static attention_case random_attention(uint64_t seed, lengths *l) {
         c.huge_bias = -0x1p100; /* which masks nothing: in a row of nothing else all keys weigh the same */
         c.poison_masked = false;
     }
+    if (c.huge_bias != 0 && a->sk > 1 && rng_chance(&q, 0.4)) /* padding, of which there are whole tiles */
+        c.huge_from = rng_between(&q, 1, a->sk - 1);
     return c;
 }
 

@@ -61,6 +61,8 @@ static void sweep_attention(heddle_dtype dtype) {
                     a.window_left = a.features & HEDDLE_WINDOW ? 100 : 0;
                     if (variant % 2) /* a mask of keys alone */
                         a.bool_mask_stride.b = a.features & HEDDLE_BOOL_MASK ? a.sk : 0;
+                    if (variant == 2 && a.features & HEDDLE_BIAS) /* of keys alone */
+                        a.bias_stride.b = a.sk;
                     if (variant % 2 && a.features & HEDDLE_BIAS) /* a sum */
                         a.dbias_stride = (heddle_strides){0, a.sq * a.sk, a.sk};
                     if (a.features & HEDDLE_VARLEN) {
@@ -509,9 +511,9 @@ static void options_on_hopper(void) {
             const bool narrow = d == 64 && !strcmp(variant, "masked"); /* queries have masks of their own */
             snprintf(name, sizeof name, "fwd_f16_d%d_%s_sm90", d, narrow ? "narrow" : variant);
             MUST(strstr(kernel_of(a, HEDDLE_FORWARD), name));
-            const bool wide = d > 128 && strcmp(rows[x].variant, "capped") && strcmp(rows[x].variant, "masked");
-            snprintf(name, sizeof name, "%s_f16_d%d_%s_sm90", wide ? "dkdv" : "bwd", d,
-                     wide ? "full" : rows[x].variant);
+            const bool apart = d > 128 && !strcmp(rows[x].variant, "full");
+            snprintf(name, sizeof name, "%s_f16_d%d_%s_sm90", apart ? "dkdv" : "bwd", d,
+                     apart ? "full" : rows[x].variant);
             MUST(strstr(kernel_of(a, HEDDLE_BACKWARD), name));
             MUST(run_attention(a, HEDDLE_FORWARD, 16, NULL) == HEDDLE_OK);
             MUST(run_attention(a, HEDDLE_BACKWARD, 16, NULL) == HEDDLE_OK);
@@ -530,6 +532,19 @@ static void options_on_hopper(void) {
     a.features = HEDDLE_BOOL_MASK;
     a.bool_mask_stride.b = a.sk; /* padding */
     MUST(strstr(kernel_of(a, HEDDLE_FORWARD), "masked_sm90"));
+    for (int d = 64; d <= 256; d += 64) { /* d 192 has options of its own in backward alone */
+        char name[64];
+        a = attention_desc(HEDDLE_BF16, 2, 16, 4, 1000, 1001, d, 0);
+        a.features = HEDDLE_BOOL_MASK;
+        snprintf(name, sizeof name, "heddle_attention_bwd_bf16_d%d_masked_sm90", d);
+        MUST(strstr(kernel_of(a, HEDDLE_BACKWARD), name));
+        a.features = HEDDLE_BIAS;
+        a.bias_stride.b = a.sk; /* padding in numbers, in rows that the copy engine cannot fetch */
+        snprintf(name, sizeof name, "heddle_attention_bwd_bf16_d%d_keyed_sm90", d);
+        MUST(strstr(kernel_of(a, HEDDLE_BACKWARD), name));
+        MUST(run_attention(a, HEDDLE_BACKWARD, 16, NULL) == HEDDLE_OK);
+        MUST(fake_launches(name) == 1);
+    }
     a = attention_desc(HEDDLE_F16, 2, 16, 16, 1000, 1001, 128, 0); /* odd rows of bias */
     a.features = HEDDLE_BIAS;
     for (int pass = 0; pass < 2; pass++)

@@ -133,6 +133,25 @@ static void test_options(void **state) {
     }
 }
 
+/* Each option by itself over d 128, for which Hopper has kernels of their own; and a bias that is the same for all queries. */
+static void test_one_option(void **state) {
+    (void)state;
+    static const int64_t dims[] = {64, 128, 192, 256};
+    for (int x = 0; x < 8; x++) {
+        const int64_t d = x < 4 ? dims[x] : dims[2 + x % 2];
+        attention_case c = {.a = attention_desc(test_dtypes[1 + x % 2], 1, 2, 1, rows(200), rows(260), d, d),
+                            .seed = 1,
+                            .mask_tiles = 128};
+        c.a.mask = x % 3 ? HEDDLE_CAUSAL_BOTTOM_RIGHT : HEDDLE_MASK_NONE;
+        c.a.features = x < 4 || x == 7 ? HEDDLE_BIAS : x == 5 ? HEDDLE_BOOL_MASK : 0;
+        c.a.bias_stride.h = x < 4 ? rows(260) : 0; /* 0, 0, 0: as tensors usually lie */
+        c.a.softcap = x == 4 ? 20 : 0;
+        c.a.dropout = x == 6 ? 0.2 : 0;
+        c.huge_bias = x % 2 ? -INFINITY : 0;
+        run_attention(&c);
+    }
+}
+
 /* Head dims over 256, of which Hopper has kernels for 320, 384 and 512. */
 static void test_wide_heads(void **state) {
     (void)state;
@@ -223,16 +242,12 @@ static void test_halves(void **state) {
 
 int main(void) {
     test_begin();
-    const struct CMUnitTest tests[] = {cmocka_unit_test(test_norm_linear),
-                                       cmocka_unit_test(test_wide_tiles),
-                                       cmocka_unit_test(test_attention),
-                                       cmocka_unit_test(test_many_tiles),
-                                       cmocka_unit_test(test_scores),
-                                       cmocka_unit_test(test_options),
-                                       cmocka_unit_test(test_wide_heads),
-                                       cmocka_unit_test(test_pages_and_bytes),
-                                       cmocka_unit_test(test_segments_and_blocks),
-                                       cmocka_unit_test(test_own_dbias),
-                                       cmocka_unit_test(test_halves)};
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_norm_linear),     cmocka_unit_test(test_wide_tiles),
+        cmocka_unit_test(test_attention),       cmocka_unit_test(test_many_tiles),
+        cmocka_unit_test(test_scores),          cmocka_unit_test(test_options),
+        cmocka_unit_test(test_one_option),      cmocka_unit_test(test_wide_heads),
+        cmocka_unit_test(test_pages_and_bytes), cmocka_unit_test(test_segments_and_blocks),
+        cmocka_unit_test(test_own_dbias),       cmocka_unit_test(test_halves)};
     return test_end(cmocka_run_group_tests(tests, NULL, NULL));
 }

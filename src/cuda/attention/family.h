@@ -89,6 +89,9 @@ bool heddle__cuda_attention_has_few_keys(const heddle_attention *a);
 /* The kernel with the smallest head dim that will do; -1 if none does. */
 int heddle__cuda_find_attention(const attention_problem *p, kernel_pass pass, kernel_variant variant,
                                 kernel_family family);
+/* The same, of at least so many columns. */
+int heddle__cuda_find_attention_from(const attention_problem *p, kernel_pass pass, kernel_variant variant,
+                                     kernel_family family, int64_t dim);
 
 /* Predicted microseconds on the family small, and on the tensor cores, whichever family has them. */
 double heddle__cuda_small_time(const attention_problem *p);

@@ -46,7 +46,7 @@ static int shared_bytes_sm90(const kernel_row *k) {
         if (sm90_is_pair(k->dim, k->own))
             return sm90_pair_bytes();
         if (k->dim > 128)
-            return sm90_wide_bytes(k->dim) + options;
+            return sm90_wide_bytes(k->dim) + SM90_WIDE_OPTIONS;
         return sm90_fused_bytes(k->dim, k->block, k->variant == VARIANT_long) +
                (has_options ? sm90_fused_options(k->block) : 0);
     case PASS_dkdv:
@@ -112,13 +112,18 @@ size_t heddle__cuda_shared_bytes(const kernel_row *k) {
 
 /* ------------------------------------------------------------------------------------------------------- search */
 
-int heddle__cuda_find_attention(const attention_problem *p, kernel_pass pass, kernel_variant variant,
-                                kernel_family family) {
+int heddle__cuda_find_attention_from(const attention_problem *p, kernel_pass pass, kernel_variant variant,
+                                     kernel_family family, int64_t dim) {
     const int16_t *of_width = kernel_index[pass][p->a->dtype][variant][family];
-    for (int width = (int)WIDTH_OF(max64(p->a->d, p->a->dv)); width < WIDTHS; width++) {
+    for (int width = (int)WIDTH_OF(max64(dim, max64(p->a->d, p->a->dv))); width < WIDTHS; width++) {
         const int x = of_width[width] - 1;
         if (x >= 0 && heddle__cuda_shared_bytes(&heddle__cuda_attention_kernels[x]) <= p->device->shared_bytes)
             return x;
     }
     return -1;
+}
+
+int heddle__cuda_find_attention(const attention_problem *p, kernel_pass pass, kernel_variant variant,
+                                kernel_family family) {
+    return heddle__cuda_find_attention_from(p, pass, variant, family, 0);
 }

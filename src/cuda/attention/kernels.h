@@ -36,6 +36,7 @@ typedef enum kernel_variant {
     VARIANT_capped,
     VARIANT_biased,
     VARIANT_dbiased,
+    VARIANT_keyed,
     VARIANT_masked,
     VARIANT_narrow,
     VARIANT_dropped,

@@ -13,8 +13,7 @@
  * fetches; Q and dO have a barrier each.
  *
  * The warpgroups take turns: one asks for all products between the weights of a step and those of the next while the other computes. dQ is
- * that of a step before, whose dS both have made by then. With dropout, or several options, they have no turns yet; nor where a bias lies in
- * the place of dS.
+ * that of a step before, whose dS both have made by then. With several options they have no turns; nor where a bias lies in the place of dS.
  *
  * dbiased: two of the warps beside the one that fetches bring dS to dbias, one writes zeros (give.cuh).
  *
@@ -82,31 +81,11 @@ template <typename layout> INLINE void take_dq(const attention_params &p, const 
         free_boxes<layout>(k, k.turn);
 }
 
-/* While dV of a step adds up, Sᵀ of the next is made and turned into weights. */
+/* Without turns, d 64 with a bias: Sᵀ comes after all products of the step before, the weights beside dPᵀ. */
 template <typename T, int D, int BLOCK, typename layout>
-INLINE void turn_early(const attention_params &p, const span &seen, const state &k, const step_pair &w,
+INLINE void step_apart(const attention_params &p, const span &seen, const state &k, const step_pair &w,
                        const float *marks, float (*s)[4], float (*dp)[4], float (*dq)[4], const uint32_t (*ps)[4],
                        const uint32_t (*ds)[4], float (*dk)[4], float (*dv)[4], kept_bits<BLOCK> *kept) {
-    const bool careful = issue_scores<T, D, BLOCK, layout>(k, w, s);
-    issue_dv<T, D, BLOCK, layout>(w, ps, dv);
-    if (layout::is_full && !makes_ahead<layout::with>())
-        *kept = keep_keys<BLOCK, layout::with>(p, *k.now, k.steps, k.row0);
-    wgmma_wait<1>();
-    weigh<T, BLOCK, layout>(p, seen, k, k.turn + 1, w.next_i0, careful, w.next_row, marks, s);
-    issue_dq_and_dk<T, D, BLOCK, layout>(k, w, ds, dq, dk);
-    wgmma_wait<1>();
-    release(w.done + 8);
-    take_dq<layout>(p, k, w.to, dq);
-    issue_gradients<T, D, BLOCK, layout>(k, w, dp);
-    wgmma_wait<1>();
-    release_each(w.done);
-}
-
-/* For which fewer registers do: Sᵀ comes after all products of the step before, the weights beside dPᵀ. */
-template <typename T, int D, int BLOCK, typename layout>
-INLINE void turn_late(const attention_params &p, const span &seen, const state &k, const step_pair &w,
-                      const float *marks, float (*s)[4], float (*dp)[4], float (*dq)[4], const uint32_t (*ps)[4],
-                      const uint32_t (*ds)[4], float (*dk)[4], float (*dv)[4], kept_bits<BLOCK> *kept) {
     issue_dv<T, D, BLOCK, layout>(w, ps, dv);
     issue_dq_and_dk<T, D, BLOCK, layout>(k, w, ds, dq, dk);
     wgmma_wait<2>();
@@ -192,7 +171,7 @@ INLINE void take_turn(const attention_params &p, const span &seen, const state &
 }
 
 /* The next step, which the one at `i0` is followed by, and where both lie. follows: there is that one. */
-template <int D, int BLOCK, int STAGES, typename layout>
+template <typename T, int D, int BLOCK, int STAGES, typename layout>
 INLINE step_pair next_pair(const attention_params &p, const span &seen, state *k, int i0, uint32_t at, bool follows) {
     step_pair w;
     w.at = at;
@@ -201,7 +180,7 @@ INLINE step_pair next_pair(const attention_params &p, const span &seen, state *k
     if (layout::is_full) {
         if (follows)
             advance<STAGES>(&k->r);
-        w.next_i0 = turn_to<D, layout>(p, k, k->turn + 1, &w.masked);
+        w.next_i0 = turn_to<T, D, layout>(p, k, k->turn + 1, &w.masked);
     } else {
         if (i0 + BLOCK < seen.end) {
             w.next_i0 = i0 + BLOCK;
@@ -218,7 +197,7 @@ INLINE step_pair next_pair(const attention_params &p, const span &seen, state *k
 }
 
 /* All steps of a tile of keys. */
-template <typename T, int D, int BLOCK, int STAGES, bool LATE, typename layout>
+template <typename T, int D, int BLOCK, int STAGES, typename layout>
 INLINE void sum_keys(const attention_params &p, const span &w, int steps, state *k, float (*dk)[4], float (*dv)[4]) {
     float s[BLOCK / 8][4], dp[BLOCK / 8][4], dq[8][4];
     uint32_t ps[BLOCK / 16][4], ds[BLOCK / 16][4];
@@ -231,7 +210,7 @@ INLINE void sum_keys(const attention_params &p, const span &w, int steps, state 
     bool first = true;
     if (layout::begins_apart) {
         if (layout::is_full)
-            i0 = turn_to<D, layout>(p, k, k->turn, &masked);
+            i0 = turn_to<T, D, layout>(p, k, k->turn, &masked);
         await_tile<T, D, BLOCK, layout>(*k, 0, masked, 2 * BLOCK);
         await_tile<T, D, BLOCK, layout>(*k, 1, masked, 2 * BLOCK);
         const bool careful = is_careful<BLOCK, layout>(*k, masked, row);
@@ -255,15 +234,13 @@ INLINE void sum_keys(const attention_params &p, const span &w, int steps, state 
 #pragma unroll 1
     while (layout::is_full ? first || !(k->now->step & STEP_LAST) : --steps) {
         const bool follows = layout::begins_apart || __shfl_sync(ALL_LANES, (int)!first, 0);
-        const step_pair pair = next_pair<D, BLOCK, STAGES, layout>(p, w, k, i0, at, follows);
+        const step_pair pair = next_pair<T, D, BLOCK, STAGES, layout>(p, w, k, i0, at, follows);
         if (!layout::begins_apart)
             step_plainly<T, D, BLOCK, layout>(p, w, *k, pair, follows, marks, s, dp, dq, ps, ds, dk, dv, &kept);
         else if (layout::takes_turns)
             take_turn<T, D, BLOCK, layout>(p, w, *k, pair, pending, before, marks, s, dp, dq, ps, ds, dk, dv, &kept);
-        else if (LATE)
-            turn_late<T, D, BLOCK, layout>(p, w, *k, pair, marks, s, dp, dq, ps, ds, dk, dv, &kept);
         else
-            turn_early<T, D, BLOCK, layout>(p, w, *k, pair, marks, s, dp, dq, ps, ds, dk, dv, &kept);
+            step_apart<T, D, BLOCK, layout>(p, w, *k, pair, marks, s, dp, dq, ps, ds, dk, dv, &kept);
         pending = true;
         before = pair.to;
         wgmma_wait<0>();
@@ -322,7 +299,7 @@ INLINE void work(const attention_params &p, const crew &crew, char *shared) {
         float dk[D / 8][4], dv[D / 8][4];
         zero_all<D / 8>(dk);
         zero_all<D / 8>(dv);
-        if (w.steps) {
+        if (has_steps<T, layout::with>(p, w)) {
             k.sum = !layout::is_long && p.dq_sum ? p.dq_sum + sum_tile(p, w.c, w.y * p.group) * 64 * sm90_columns(D) +
                                                        k.group * PIECE + threadIdx.x % WARPGROUP * 4
                                                  : NULL;
@@ -331,7 +308,7 @@ INLINE void work(const attention_params &p, const crew &crew, char *shared) {
             mbarrier_wait(k.smem + layout::own_full, own_turn);
             own_turn ^= 1;
             k.any_bad = clean_keys<T, D, OWN_ROWS>(k.smem, (float *)(shared + layout::marks));
-            sum_keys<T, D, BLOCK, STAGES, (D <= 64), layout>(p, w.s, w.steps, &k, dk, dv);
+            sum_keys<T, D, BLOCK, STAGES, layout>(p, w.s, w.steps, &k, dk, dv);
             release(k.smem + layout::own_empty);
         }
         pin_all<D / 8>(dk);
@@ -356,7 +333,7 @@ INLINE void attention_bwd(const attention_params_sm90 &all) {
         put_dropout(all.p, (key_options *)(shared + layout::steps) + KEY_STEPS);
     make_barriers<layout, STAGES>(shared_address(shared));
     if (threadIdx.x < WARPGROUP) {
-        registers_fewer<24>();
+        registers_fewer<layout::ahead_registers>();
         if (threadIdx.x < 32)
             fetch_keys<T, D, BLOCK, FULL, layout, fused_places<D, BLOCK, STAGES, layout>>(
                 all, crew, shared, (key_options *)(shared + layout::steps));
@@ -367,11 +344,11 @@ INLINE void attention_bwd(const attention_params_sm90 &all) {
         else if (layout::gives_ds)
             give_zeros<T, BLOCK, layout>(all.p, crew);
         else if (makes_ahead<FULL>() && threadIdx.x >= 32)
-            make_columns_ahead<BLOCK, layout>(
+            make_columns_ahead<BLOCK, OWN_ROWS, layout::ahead_has_more ? 4 : 2, layout>(
                 all.p, crew, shared_address(shared), shared + layout::kept,
                 *(const dropout_state *)((const key_options *)(shared + layout::steps) + KEY_STEPS));
     } else {
-        registers_more<240>();
+        registers_more<layout::work_registers>();
         work<T, D, BLOCK, STAGES, layout>(all.p, crew, shared);
     }
 }
@@ -386,8 +363,9 @@ INLINE void attention_bwd(const attention_params_sm90 &all) {
 #define is_capped false, (WITH_CAP | WITH_SLOPES), true
 #define is_biased false, WITH_BIAS, true
 #define is_dbiased false, (WITH_BIAS | WITH_DBIAS), true
+#define is_keyed false, WITH_KEY_BIAS, true
 #define is_masked false, WITH_MASK, true
-#define is_dropped false, WITH_DROPOUT, false
+#define is_dropped false, WITH_DROPOUT, true
 #define pass_bwd(T, D, BLOCK, variant) attention_bwd<T, D, BLOCK, SM90_FUSED_STAGES, is_##variant>(all)
 #define pass_gather(T, D, BLOCK, variant) attention_gather<T, D>(all.p)
 #define pass_light(T, D, BLOCK, variant) light_##variant<T, sm90_columns(D)>(all.p)

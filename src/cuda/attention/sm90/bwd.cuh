@@ -4,6 +4,7 @@
 #ifndef HEDDLE_CUDA_ATTENTION_BWD_SM90_CUH
 #define HEDDLE_CUDA_ATTENTION_BWD_SM90_CUH
 
+#include "cuda/attention/sm90/kept.cuh"
 #include "cuda/attention/sm90/key_options.cuh"
 
 #define OWN_ROWS SM90_OWN_ROWS
@@ -159,6 +160,26 @@ INLINE bool find_keys(const attention_params &p, const crew &c, unsigned step, k
     return true;
 }
 
+/* Does a bias that is the same for all queries mask a tile of keys for all heads that share them? By whole warps. */
+template <typename T, int OWN> INLINE bool masks_all(const attention_params &p, const key_work &w) {
+    const int heads = p.a.bias_stride.h ? p.group : 1;
+    bool all = true;
+    for (int x = w.y * p.group; all && x < w.y * p.group + heads; x++) {
+        const T *const bias = (const T *)p.t.bias + row_at(p.a.bias_stride, w.c.n, x, 0);
+#pragma unroll
+        for (int z = (int)threadIdx.x % 32; z < OWN; z += 32)
+            all &= to_float(bias[min(w.key0 + z, w.c.sk - 1)]) < (float)LEAST_BIAS;
+        all = __all_sync(ALL_LANES, all);
+    }
+    return all;
+}
+
+/* Is there anything to do for a tile of keys but zeros? By whole warps, all of which find the same. */
+template <typename T, int FULL, int OWN = OWN_ROWS>
+INLINE bool has_steps(const attention_params &p, const key_work &w) {
+    return w.steps && !((FULL & WITH_KEY_BIAS) && masks_all<T, OWN>(p, w));
+}
+
 /* full: the steps of a tile of keys, in order, without those in which no query sees a key. */
 struct key_walk {
     int x, i0; /* head, first query; x past the last: there is none */
@@ -209,12 +230,6 @@ INLINE int step_flags(const attention_params &p, const key_work &w, int x, int i
     return i0 | (bits ? STEP_BITS : 0) | (cut ? STEP_CUT : 0) | (dirty ? STEP_DIRTY : 0) | (band ? STEP_BAND : 0);
 }
 
-template <typename T, int BLOCK>
-INLINE key_options tell_step(const attention_params &p, const key_work &w, key_walk at, key_walk next) {
-    const int step = step_flags<BLOCK>(p, w, at.x, at.i0, kind_of_queries<BLOCK>(p, w.c, w.tile, at.x, at.i0));
-    return find_key_options(p, w.c, at.x, step | (next.x >= (w.y + 1) * p.group ? STEP_LAST : 0), sizeof(T));
-}
-
 /* Has one of the rows a second part of its log-sum-exp? The same for all warps. APART: from one kind of number to the next. */
 template <int BLOCK, int APART = BLOCK> INLINE bool has_rest(const float *numbers) {
     float any = numbers[APART + threadIdx.x % 32];
@@ -263,6 +278,28 @@ INLINE void key_gradients(const float *bases, const float *dsums, float (*s)[4],
                 s[y][e] = CUDART_NAN_F;
             if (MAKES_DS)
                 dp[y][e] = seen ? s[y][e] * (dp[y][e] - (e % 2 ? dsum.y : dsum.x)) : 0.0f;
+        }
+    }
+}
+
+/* key_gradients of 16 queries with dropout alone: dSᵀ = Pᵀ∘(Z∘dPᵀ - D), where Z is `by` for what is kept, and 0; then Pᵀ of what is kept. */
+template <bool CUT>
+INLINE void dropped_key_gradients(uint32_t kept, float by, const float *bases, const float *dsums, float (*s)[4],
+                                  float (*dp)[4]) {
+    const int column0 = fragment_column();
+    const float none = __uint_as_float(opaque(0)); /* or P would be masked by three operations on integers */
+#pragma unroll
+    for (int y = 0; y < 2; y++) {
+        const float2 dsum = *(const float2 *)(dsums + y * 8 + column0);
+        const float2 base = CUT ? *(const float2 *)(bases + y * 8 + column0) : dsum;
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+            const bool seen = !CUT || __float_as_int(s[y][e]) >= 0;
+            if (CUT && seen && isnan(e % 2 ? base.y : base.x))
+                s[y][e] = CUDART_NAN_F;
+            const float part = was_kept(kept, y, e) ? dp[y][e] : 0.0f;
+            dp[y][e] = seen ? s[y][e] * fmaf(part, by, -(e % 2 ? dsum.y : dsum.x)) : 0.0f;
+            s[y][e] = was_kept(kept, y, e) ? s[y][e] : none;
         }
     }
 }

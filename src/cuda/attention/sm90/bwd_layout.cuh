@@ -5,12 +5,8 @@
 #define HEDDLE_CUDA_ATTENTION_BWD_LAYOUT_SM90_CUH
 
 #include "cuda/attention/sm90/fetch.cuh"
-#include "cuda/attention/sm90/kept.cuh"
 
 #define PIECE SM90_PIECE
-
-/* Warps that make dropout's bits, beside the one that fetches. */
-#define KEPT_WARPS 3
 
 /* Those that store dS. */
 #define DS_THREADS 64
@@ -26,6 +22,9 @@ template <int D, int BLOCK, int STAGES, bool LONG, int FULL, bool TURNS> struct 
     static constexpr bool begins_apart =
         !has_all<FULL>(); /* the first step: else it is in the loop, as it is so much code */
     static constexpr int with = FULL;
+    /* Of a thread, together no more than the block was launched with: 168. Those that make dropout's bits need more than those that fetch. */
+    static constexpr bool ahead_has_more = makes_ahead<FULL>() && D > 64;
+    static constexpr int ahead_registers = ahead_has_more ? 40 : 24, work_registers = ahead_has_more ? 232 : 240;
     static constexpr bool gives_ds = (FULL & WITH_DBIAS) != 0; /* to dbias: other warps store it */
     /* A bias, in boxes: a place for a step's, or those of dS, where a warpgroup's boxes lie where its dS will. */
     static constexpr bool shares_ds = BLOCK > 64;
@@ -35,9 +34,10 @@ template <int D, int BLOCK, int STAGES, bool LONG, int FULL, bool TURNS> struct 
     static constexpr int places = sm90_fused_bias_places(BLOCK), place_bytes = ds_bytes, strip = OWN_ROWS * 128;
     static constexpr int dq = ds + 2 * ds_bytes, behind = dq + (LONG ? 2 * PIECE * 4 : 0);
     static constexpr int boxes = shares_ds ? ds : behind;
-    static constexpr int kept_bytes = kept_columns<BLOCK>::bytes; /* dropout alone: the bits of a step */
+    static constexpr int kept_slots = 2,
+                         kept_bytes = kept_columns<BLOCK, OWN_ROWS>::bytes; /* dropout alone: the bits of a step */
     static constexpr int kept = behind;
-    static constexpr int numbers = behind + (!FULL ? 0 : shares_ds ? KEPT_SLOTS * kept_bytes : 2 * SM90_BIAS_BOX);
+    static constexpr int numbers = behind + (!FULL ? 0 : shares_ds ? kept_slots * kept_bytes : 2 * SM90_BIAS_BOX);
     static constexpr int marks = numbers + STAGES * 3 * BLOCK * 4;
     static constexpr int full = marks + OWN_ROWS * 4; /* two for each stage: Q and dO */
     static constexpr int empty = full + STAGES * 16;
@@ -49,7 +49,7 @@ template <int D, int BLOCK, int STAGES, bool LONG, int FULL, bool TURNS> struct 
     static constexpr int bytes = steps + (FULL ? SM90_BACKWARD_OPTIONS : 0);
     static_assert(bytes == sm90_fused_bytes(D, BLOCK, LONG) + (FULL ? sm90_fused_options(BLOCK) : 0),
                   "as the plan counts");
-    static_assert(KEPT_SLOTS * kept_bytes <= 2 * SM90_BIAS_BOX, "they fit in the place of a bias");
+    static_assert(kept_slots * kept_bytes <= 2 * SM90_BIAS_BOX, "they fit in the place of a bias");
     static_assert(bytes <= 227 * 1024, "more than a multiprocessor has");
 };
 
@@ -126,27 +126,6 @@ template <int D, int BLOCK, int STAGES, typename layout> struct fused_places {
         fetch_boxes<BLOCK, layout>(all, w, at, next, smem, count);
     }
 };
-
-/* dropout alone: the warps beside the one that fetches make the bits of each step, in its order. */
-template <int BLOCK, typename layout>
-INLINE void make_columns_ahead(const attention_params &p, const crew &crew, uint32_t smem, char *kept,
-                               const dropout_state &state) {
-    const int warp = (int)threadIdx.x / 32 - 1;
-    unsigned count = 0;
-    key_work w;
-    for (unsigned turn = 0; find_keys<BLOCK, layout::with>(p, crew, turn, &w); turn++) {
-        if (!w.steps)
-            continue;
-        for (key_walk at = first_seen<BLOCK>(p, w); at.x < (w.y + 1) * p.group;
-             at = step_after<BLOCK>(p, w, at), count++) {
-            const unsigned slot = count % KEPT_SLOTS;
-            mbarrier_wait(smem + layout::kept_empty + slot * 8, count / KEPT_SLOTS % 2 ^ 1);
-            put_kept_columns<BLOCK>(p, state, dropout_head(p, w.c.n, at.x), at.i0, w.key0,
-                                    kept + slot * layout::kept_bytes, warp, KEPT_WARPS);
-            mbarrier_arrive(smem + layout::kept_full + slot * 8);
-        }
-    }
-}
 
 /* long: one thread for each warpgroup adds that one's pieces of dQ to their sums; they are there when it comes back. */
 template <typename T, int D, int BLOCK, typename layout>

@@ -16,9 +16,11 @@ struct state {
     float *sum;                     /* lean: where query 0 of the head adds, for this thread */
     const key_options *steps, *now; /* full: of all, and of the one whose weights are made */
     int x;                          /* full: the head of `sum` */
-    mutable bool low;               /* a bias alone: it masks an element of this warp's part of the step */
-    mutable bool late;              /* a mask alone: what it hides of the step is left to the operands, */
-    mutable uint32_t shown[2][4];   /* by these bits of this lane's two keys */
+    mutable bool
+        low;       /* a bias alone, or the same for all queries: it masks an element of this warp's part of the step */
+    key_bias bias; /* the same for all queries: of this lane's keys, in the step `now` */
+    mutable bool late;            /* a mask alone: what it hides of the step is left to the operands, */
+    mutable uint32_t shown[2][4]; /* by these bits of this lane's two keys */
 };
 
 /* Can what the mask hides of a step wait until P and dS are operands? There it costs an instruction an element and a half, and nobody waits for
@@ -120,6 +122,11 @@ INLINE void weigh(const attention_params &p, const span &w, const state &k, unsi
         if (has_bias_alone<WITH>())
             k.low = low;
     }
+    if (WITH & WITH_KEY_BIAS) {
+        k.low = masks_any(k.bias);
+        add_bias_of_keys<BLOCK>(k.bias, by, s);
+        by = 1.0f;
+    }
     if (!careful) {
         key_weights<false, BLOCK>(p.scale_log2, w, 0, i0, row, s, by);
         if (!layout::is_full)
@@ -129,6 +136,8 @@ INLINE void weigh(const attention_params &p, const span &w, const state &k, unsi
     }
     if (boxes)
         hide_boxes<T, BLOCK, layout>(p, k, count, low, s);
+    if ((WITH & WITH_KEY_BIAS) && k.low)
+        hide_bias_of_keys<BLOCK>(k.bias, s);
     if (WITH == WITH_MASK) {
         k.late = hides_late<WITH>(k);
 #pragma unroll
@@ -159,22 +168,24 @@ template <int D, typename layout> INLINE float *find_sum(const state &k, const s
 template <typename T, int BLOCK, int FULL>
 INLINE void apply_weights(const attention_params &p, const state &k, bool masked, int x, const float *row,
                           const kept_bits<BLOCK> &kept, const char *ahead, float (*s)[4], float (*dp)[4]) {
-    uint32_t made = 0;
     if (makes_ahead<FULL>()) {
-        made = take_kept_columns<BLOCK>(ahead, k.group, x * 16);
-        drop_columns(made, p.keep_scale, dp + 2 * x);
-    } else if (has_dropout<FULL>(p)) {
-        drop_elements<BLOCK, 2>(kept, p.keep_scale, dp + 2 * x, 2 * x);
+        const uint32_t made = take_kept_columns<BLOCK>(ahead, k.group, x * 16);
+        const float *bases = row + x * 16, *dsums = row + 2 * BLOCK + x * 16;
+        if (masked)
+            dropped_key_gradients<true>(made, p.keep_scale, bases, dsums, s + 2 * x, dp + 2 * x);
+        else
+            dropped_key_gradients<false>(made, p.keep_scale, bases, dsums, s + 2 * x, dp + 2 * x);
+        return;
     }
+    if (has_dropout<FULL>(p))
+        drop_elements<BLOCK, 2>(kept, p.keep_scale, dp + 2 * x, 2 * x);
     if (masked)
         key_gradients<true, true, 16>(row + x * 16, row + 2 * BLOCK + x * 16, s + 2 * x, dp + 2 * x);
     else
         key_gradients<false, true, 16>(row + x * 16, row + 2 * BLOCK + x * 16, s + 2 * x, dp + 2 * x);
     if (has_cap<FULL>(p))
         cap_key_gradients(p, row + x * 16, row + BLOCK + x * 16, s + 2 * x, dp + 2 * x);
-    if (makes_ahead<FULL>())
-        drop_columns(made, 1.0f, s + 2 * x);
-    else if (has_dropout<FULL>(p))
+    if (has_dropout<FULL>(p))
         drop_elements<BLOCK, 2>(kept, 1.0f, s + 2 * x, 2 * x);
 }
 
@@ -225,17 +236,17 @@ template <typename T, int BLOCK, typename layout>
 INLINE void make_operands(const attention_params &p, state *k, bool masked, const float *row,
                           const kept_bits<BLOCK> &kept, float (*s)[4], float (*dp)[4], uint32_t (*ps)[4],
                           uint32_t (*ds)[4]) {
-    if (has_bias_alone<layout::with>()) /* where it hides nothing, that there is a bias costs nothing more */
+    if (has_bias_alone<layout::with>() || (layout::with & WITH_KEY_BIAS)) /* that hides nothing costs nothing more */
         masked = k->low || k->any_bad || (k->now->step & (STEP_BAND | STEP_DIRTY));
     const uint32_t to = k->smem + layout::ds + (k->turn & 1) * layout::ds_bytes;
     constexpr bool AHEAD = makes_ahead<layout::with>();
-    const int slot = k->turn % KEPT_SLOTS;
+    const int slot = k->turn % layout::kept_slots;
     const char *ahead = (const char *)k->numbers + (layout::kept - layout::numbers) + slot * layout::kept_bytes;
     pin_all<BLOCK / 8>(dp);
     if (layout::ds_readers)
         mbarrier_wait(k->smem + layout::ds_empty + (k->turn & 1) * 8, (k->turn >> 1 & 1) ^ 1);
     if (AHEAD)
-        mbarrier_wait(k->smem + layout::kept_full + slot * 8, k->turn / KEPT_SLOTS % 2);
+        mbarrier_wait(k->smem + layout::kept_full + slot * 8, k->turn / layout::kept_slots % 2);
     if (has_all<layout::with>()) /* so much code that it is there once */
         make_fragments<T, BLOCK, layout::with>(p, *k, masked, to, row, kept, ahead, s, dp, ps, ds);
     else if (layout::with == WITH_MASK && k->late)
@@ -266,13 +277,15 @@ INLINE void issue_dq(const state &k, int turn, float (*dq)[4], bool pending = tr
 }
 
 /* full: the next step, once its queries are there: its first query, and by how many heads it is further. */
-template <int D, typename layout>
+template <typename T, int D, typename layout>
 INLINE int turn_to(const attention_params &p, state *k, unsigned count, bool *masked) {
     mbarrier_wait(k->smem + layout::full + k->r.slot * 16, k->r.turn);
     k->now = k->steps + count % KEY_STEPS;
     const int step = k->now->step;
     if (k->sum)
         k->sum += (k->now->x - k->x) * sum_tiles(p) * 64 * sm90_columns(D);
+    if (layout::with & WITH_KEY_BIAS)
+        k->bias = read_bias_of_keys<T>(*k->now, k->row0);
     k->x = k->now->x;
     *masked = (step & STEP_CUT) || k->any_bad; /* finite or not: dP of what is hidden may overflow, and -0·inf is NaN */
     return step & ~STEP_FLAGS;

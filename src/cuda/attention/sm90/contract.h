@@ -215,6 +215,9 @@ CONTRACT int sm90_align(int bytes) {
 #define SM90_FORWARD_OPTIONS (160 + 3 * 16)
 #define SM90_BACKWARD_OPTIONS 400
 
+/* Of wide backward: that, and of dropout the bits of a step, with two barriers. */
+#define SM90_WIDE_OPTIONS (SM90_BACKWARD_OPTIONS + 64 * 64 / 8 + 2 * 8)
+
 /* Of a bias, where dK, dV and dQ are made at once: two barriers for each warpgroup and place; the places. Where a step has more queries
  * they are those of dS, which is made when the bias has been read. Dropout alone has its bits in their place, a bit for each element of two
  * steps. */

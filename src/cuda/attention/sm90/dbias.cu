@@ -47,6 +47,23 @@ INLINE void multiply_slot(uint32_t smem, int group, const ring &r, float (*c)[4]
     wgmma_commit();
 }
 
+/* Do all of a warpgroup's queries from `row` on see all keys of the step, but for what a bias may mask? */
+template <int BLOCK> INLINE bool see_all(const attention_params &p, const dbias_work &w, int row) {
+    return !(p.a.features & HEDDLE_BOOL_MASK) && row + 64 <= w.c.sq && w.key0 + BLOCK <= w.c.sk &&
+           w.key0 >= row + 63 + w.c.lo && w.key0 + BLOCK - 1 <= row + w.c.hi;
+}
+
+/* sum += dS where all is seen and no row's log-sum-exp has a rest. */
+template <int BLOCK>
+INLINE void add_all_gradients(const attention_params &p, const float base[2], const float dsum[2], const float (*s)[4],
+                              const float (*dp)[4], float (*sum)[4]) {
+#pragma unroll
+    for (int y = 0; y < BLOCK / 8; y++)
+#pragma unroll
+        for (int e = 0; e < 4; e++)
+            sum[y][e] = fmaf(exp2_approx(fmaf(s[y][e], p.scale_log2, -base[e / 2])), dp[y][e] - dsum[e / 2], sum[y][e]);
+}
+
 /* sum += dS of what is seen. */
 template <typename T, int BLOCK>
 INLINE void add_gradients(const attention_params &p, const dbias_work &w, int row, const float base[2],
@@ -100,14 +117,18 @@ INLINE void sum_dbias(const attention_params &p, uint32_t smem, int group, float
         wgmma_wait<1>();
         pin_all<BLOCK / 8>(s);
         release(first);
-        apply_options<T, BLOCK>(p, o, group * 64, w.key0, w.c.sk, s);
+        const bool low = apply_options<T, BLOCK>(p, o, group * 64, w.key0, w.c.sk, s),
+                   rest = __any_sync(ALL_LANES, rests[0] != 0.0f || rests[1] != 0.0f);
         wgmma_wait<0>();
         pin_all<BLOCK / 8>(dp);
         release(smem + layout::empty + r.slot * 8);
         advance<layout::slots>(&r);
         if (p.drops)
             drop_elements(keep_queries<BLOCK>(p, o, make_dropout(p), group * 64, w.key0), p.keep_scale, dp);
-        add_gradients<T, BLOCK>(p, w, row, bases, rests, dsum, s, dp, sum);
+        if (see_all<BLOCK>(p, w, w.row0 + group * 64) && !low && !rest)
+            add_all_gradients<BLOCK>(p, bases, dsum, s, dp, sum);
+        else
+            add_gradients<T, BLOCK>(p, w, row, bases, rests, dsum, s, dp, sum);
     }
 }
 

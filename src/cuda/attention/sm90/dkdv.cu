@@ -277,7 +277,7 @@ INLINE void work_dkdv(const attention_params &p, const crew &c, char *shared) {
     k.steps = (const key_options *)(shared + layout::options);
     int own_turn = 0;
     key_work w;
-    for (unsigned turn = 0; find_keys<BLOCK, FULL>(p, c, turn, &w); turn++) {
+    for (unsigned turn = 0; find_keys < BLOCK, FULL ? WITH_ALL : 0 > (p, c, turn, &w); turn++) {
         float dk[BOTH || MAKES == MAKES_DK ? D / 8 : 1][4], dv[BOTH || MAKES == MAKES_DV ? D / 8 : 1][4];
         if (MAKES & MAKES_DK)
             zero_all<D / 8>(dk);
@@ -298,7 +298,7 @@ INLINE void work_dkdv(const attention_params &p, const crew &c, char *shared) {
         if (MAKES & MAKES_DV)
             pin_all<D / 8>(dv);
         key_work again; /* or its registers would be kept through the loop */
-        find_keys<BLOCK, FULL>(p, c, opaque(turn), &again);
+        find_keys<BLOCK, FULL ? WITH_ALL : 0>(p, c, opaque(turn), &again);
         const int row = group * 64 + (int)threadIdx.x % WARPGROUP / 32 * 16, rows = again.c.all_sk - again.key0;
         const int64_t key0 = again.c.first_k + again.key0;
         if (MAKES & MAKES_DV)
@@ -319,7 +319,7 @@ INLINE void run_dkdv(const attention_params_sm90 &all, const crew &c, char *shar
     if (threadIdx.x < WARPGROUP) {
         registers_fewer<24>();
         if (threadIdx.x < 32)
-            fetch_keys<T, D, BLOCK, FULL, layout, dkdv_places<D, BLOCK, SLOTS, MAKES, layout>>(
+            fetch_keys<T, D, BLOCK, FULL ? WITH_ALL : 0, layout, dkdv_places<D, BLOCK, SLOTS, MAKES, layout>>(
                 all, c, shared, (key_options *)(shared + layout::options));
     } else {
         registers_more<240>();

@@ -38,12 +38,12 @@ INLINE void fetch_stage(const attention_params_sm90 &all, const key_work &w, int
     advance<STAGES>(r);
 }
 
-/* With a boolean mask a lane of the warp has a step: of 32 in a row of head x those that are left of what somebody sees, a bit each, and what
- * is to be said of this lane's. */
+/* With options a lane of the warp has a step, as flags and kinds are asked of memory to tell of it: of 32 in a row of head x those that are
+ * left of what somebody sees, a bit each, and what is to be said of this lane's. */
 struct key_window {
     int x, i0;     /* head; the first query of lane 0's */
     uint32_t seen; /* 0: none are left in any head */
-    int step;      /* as tell_step has it, without STEP_LAST */
+    int step;      /* as step_flags has it */
 };
 
 /* The window of `at`, whatever it shows. */
@@ -84,7 +84,7 @@ template <int BLOCK> INLINE key_walk place_in(const key_window &at) {
     return {at.x, at.i0 + (__ffs((int)at.seen) - 1) * BLOCK};
 }
 
-/* The steps of a tile of keys that a boolean mask leaves: told, and sent for. */
+/* full: the steps of a tile of keys, without those in which no query sees a key: told, and sent for. */
 template <typename T, int D, int BLOCK, int FULL, typename places>
 INLINE void fetch_seen(const attention_params_sm90 &all, const key_work &w, uint32_t smem, int n, key_options *steps,
                        unsigned *count, ring *r) {
@@ -131,7 +131,7 @@ INLINE void fetch_keys(const attention_params_sm90 &all, const crew &crew, char 
     key_work w;
     for (unsigned turn = 0; find_keys<BLOCK, FULL, places::rows>(p, crew, turn, &w); turn++) {
         const int n = p.a.features & HEDDLE_VARLEN ? 0 : (int)w.c.n;
-        if (!w.steps)
+        if (!has_steps<T, FULL, places::rows>(p, w))
             continue;
         if (lane == 0) {
             const int row = (int)w.c.first_k + w.key0;
@@ -142,28 +142,34 @@ INLINE void fetch_keys(const attention_params_sm90 &all, const crew &crew, char 
                 load_boxes<D, places::rows>(smem + layout::own_bytes, &all.v, smem + layout::own_full, row, w.y, n);
         }
         own_turn ^= 1;
-        if (FULL & WITH_MASK)
+        if (FULL)
             fetch_seen<T, D, BLOCK, FULL, places>(all, w, smem, n, steps, &count, &r);
-        else if (FULL)
-            for (key_walk at = first_seen<BLOCK>(p, w), next; at.x < (w.y + 1) * p.group; at = next, count++) {
-                next = step_after<BLOCK>(p, w, at);
-                const bool boxes = places::has_boxes && (p.vectors & VECTOR_BIAS_BOXES);
-                /* While there is no place for it yet: what memory is asked for here takes a third of a step. Nobody has use any more
-                 * for what was told KEY_STEPS before, as the places are fewer. */
-                if (lane == 0)
-                    steps[count % KEY_STEPS] = tell_step<T, BLOCK>(p, w, at, next);
-                mbarrier_wait(places::empty(smem, r), r.turn ^ 1);
-                if (!boxes)
-                    prefetch_step<T, BLOCK>(p, w, at);
-                places::step(all, w, at.x, at.i0, lse_at(p, w.c, at.x, 0), smem, n, &r);
-                if (boxes && lane == 0)
-                    places::boxes(all, w, at, next, smem, count);
-            }
         for (int x = w.y * p.group; !FULL && x < (w.y + 1) * p.group; x++) {
             const int64_t at = lse_at(p, w.c, x, 0);
 #pragma unroll 1
             for (int i0 = w.s.begin; i0 < w.s.end; i0 += BLOCK)
                 places::step(all, w, x, i0, at, smem, n, &r);
+        }
+    }
+}
+
+/* dropout alone: the warps beside the one that fetches make the bits of each step, in its order. */
+template <int BLOCK, int OWN, int BATCH, typename layout>
+INLINE void make_columns_ahead(const attention_params &p, const crew &crew, uint32_t smem, char *kept,
+                               const dropout_state &state) {
+    const int warp = (int)threadIdx.x / 32 - 1;
+    unsigned count = 0;
+    key_work w;
+    for (unsigned turn = 0; find_keys<BLOCK, layout::with, OWN>(p, crew, turn, &w); turn++) {
+        if (!w.steps)
+            continue;
+        for (key_walk at = first_seen<BLOCK>(p, w); at.x < (w.y + 1) * p.group;
+             at = step_after<BLOCK>(p, w, at), count++) {
+            const unsigned slot = count % layout::kept_slots;
+            mbarrier_wait(smem + layout::kept_empty + slot * 8, count / layout::kept_slots % 2 ^ 1);
+            put_kept_columns<BLOCK, OWN, BATCH>(p, state, dropout_head(p, w.c.n, at.x), at.i0, w.key0,
+                                                kept + slot * layout::kept_bytes, warp, count);
+            mbarrier_arrive(smem + layout::kept_full + slot * 8);
         }
     }
 }

@@ -289,6 +289,18 @@ INLINE void make_rows_ahead(const attention_params &p, uint32_t smem, char *kept
     }
 }
 
+/* Of the keys of a cut tile that this thread looks after: may one be hidden? Of a bias alone that is the same for all queries it is known. */
+template <typename T, int BLOCK, int FULL, typename layout>
+INLINE void may_hide(const attention_params &p, const forward_span &w, const forward_job *jobs, unsigned nq, int step,
+                     int thread, bool *hidden) {
+    const int j0 = step & ~STEP_FLAGS;
+    const bool known = has_bias_alone<FULL>() && is_alike(p) && !is_cut<BLOCK>(w, j0);
+    const T *const bias = known ? (const T *)options_in<layout>(jobs)[slot_of<2>(nq)].bias + j0 : NULL;
+#pragma unroll
+    for (int x = 0; x < BLOCK / CLEANERS; x++)
+        hidden[x] = !known || to_float(bias[thread + x * CLEANERS]) < (float)LEAST_BIAS;
+}
+
 /* Two warps look at every tile of V that is cut. */
 template <typename T, int D, int GROUPS, int BLOCK, int FULL>
 INLINE void clean(const attention_params &p, uint32_t smem, uint32_t barriers, uint32_t *bad, const forward_job *jobs) {
@@ -319,8 +331,10 @@ INLINE void clean(const attention_params &p, uint32_t smem, uint32_t barriers, u
                 }
             }
             if (FULL ? step & STEP_CUT : is_cut<BLOCK>(w, j0)) {
+                bool hidden[BLOCK / CLEANERS];
+                may_hide<T, BLOCK, FULL, layout>(p, w, jobs, nq, step, thread, hidden);
                 clean_rows<T, layout::part, BLOCK, CLEANERS>(smem + layout::v + slot * layout::tile_bytes,
-                                                             bad + slot * 4, thread);
+                                                             bad + slot * 4, thread, hidden);
                 fence_async();
                 __syncwarp();
                 if (thread % 32 == 0)

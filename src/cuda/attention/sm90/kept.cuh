@@ -6,8 +6,8 @@
 
 #include "cuda/attention/sm90/options.cuh"
 
-/* Tiles whose bits are there or being made. */
-#define KEPT_SLOTS 2
+/* Warps that make them in backward, beside the one that fetches. */
+#define KEPT_WARPS 3
 
 template <int WITH> INLINE constexpr bool makes_ahead(void) {
     return WITH == WITH_DROPOUT;
@@ -74,18 +74,21 @@ template <int N> INLINE void drop_rows(const kept_pair &k, float (*s)[4]) {
 
 /* ----------------------------------------------------------------------------------------------------- rows are keys */
 
-/* Of BLOCK queries and 128 keys, as lanes want them: 64 keys, the key of an eight, the quarter of a row of lanes; then a byte for each query
+/* Of BLOCK queries and OWN keys, as lanes want them: 64 keys, the key of an eight, the quarter of a row of lanes; then a byte for each query
  * that this lane has, in which a bit for each eight. */
-template <int BLOCK> struct kept_columns { static constexpr int bytes = 128 * BLOCK / 8; };
+template <int BLOCK, int OWN> struct kept_columns { static constexpr int bytes = OWN * BLOCK / 8; };
 
-template <int BLOCK>
+/* By KEPT_WARPS warps, which take units of 32 queries and 64 keys in turn, from step to step: of the count-th step this is the warp-th. BATCH
+ * calls at a time. */
+template <int BLOCK, int OWN, int BATCH>
 INLINE void put_kept_columns(const attention_params &p, const dropout_state &s, uint32_t head, int query, int key,
-                             char *to, int warp, int warps) {
-    const int lane = threadIdx.x % 32;
+                             char *to, int warp, unsigned count) {
+    constexpr int ACROSS = OWN / 64, UNITS = BLOCK / 32 * ACROSS;
+    const int lane = threadIdx.x % 32, begun = (int)(count % KEPT_WARPS) * UNITS % KEPT_WARPS;
 #pragma unroll 1
-    for (int unit = warp; unit < BLOCK / 32 * 2; unit += warps) {
-        const int row = unit / 2 * 32 + lane, group = unit % 2;
-        const uint2 kept = make_kept<2>(p, s, head, query + row, key + group * 64);
+    for (int unit = (warp + KEPT_WARPS - begun) % KEPT_WARPS; unit < UNITS; unit += KEPT_WARPS) {
+        const int row = unit / ACROSS * 32 + lane, group = unit % ACROSS;
+        const uint2 kept = make_kept<BATCH>(p, s, head, query + row, key + group * 64);
         char *at = to + group * 8 * BLOCK + row % 8 / 2 * (BLOCK / 4) + row / 8 * 2 + row % 2;
 #pragma unroll
         for (int x = 0; x < 8; x++)
@@ -93,19 +96,19 @@ INLINE void put_kept_columns(const attention_params &p, const dropout_state &s, 
     }
 }
 
-/* Of this lane's keys and its queries among the 16 from column x on: a byte for each query, in which bits 0 and 1. */
+/* Of this lane's keys and its queries among the 16 from column x on: bits 2y and 2y + 1 of query y. A byte for each query has them at the same
+ * place, which one product brings together. */
 template <int BLOCK> INLINE uint32_t take_kept_columns(const char *from, int group, int x) {
     const int lane = threadIdx.x % 32;
-    return *(const uint32_t *)(from + (group * 8 + lane / 4) * BLOCK + lane % 4 * (BLOCK / 4) + x / 4) >>
-           threadIdx.x % WARPGROUP / 32 * 2;
+    const uint32_t bytes =
+        *(const uint32_t *)(from + (group * 8 + lane / 4) * BLOCK + lane % 4 * (BLOCK / 4) + x / 4) >>
+        threadIdx.x % WARPGROUP / 32 * 2;
+    return (bytes & 0x03030303u) * (1u << 24 | 1u << 18 | 1u << 12 | 1u << 6) >> 24;
 }
 
-INLINE void drop_columns(uint32_t kept, float by, float (*s)[4]) {
-#pragma unroll
-    for (int y = 0; y < 2; y++)
-#pragma unroll
-        for (int e = 0; e < 4; e++)
-            s[y][e] = kept >> ((y * 2 + e % 2) * 8 + e / 2) & 1u ? s[y][e] * by : 0.0f;
+/* Was an element of 16 queries kept? y and e are known to the compiler, and ptxas makes predicates of the byte at once. */
+INLINE bool was_kept(uint32_t kept, int y, int e) {
+    return kept & 1u << (2 * (2 * y + e % 2) + e / 2);
 }
 
 #endif

@@ -19,13 +19,12 @@ static_assert(KEY_STEPS * sizeof(key_options) + sizeof(dropout_state) == SM90_BA
 
 template <int WITH = WITH_ALL>
 INLINE key_options find_key_options(const attention_params &p, const place &c, int x, int step, int element) {
-    constexpr bool ALONE = WITH == WITH_MASK;
-    key_options r = {step, x, NULL, NULL, 0.0f, c.off, c.sq, c.sk, ALONE ? 0 : dropout_head(p, c.n, x)};
-    if (!ALONE && (p.a.features & HEDDLE_BIAS))
+    key_options r = {step, x, NULL, NULL, 0.0f, c.off, c.sq, c.sk, WITH & WITH_DROPOUT ? dropout_head(p, c.n, x) : 0};
+    if ((WITH & (WITH_BIAS | WITH_KEY_BIAS)) && (p.a.features & HEDDLE_BIAS))
         r.bias = (const char *)p.t.bias + row_at(p.a.bias_stride, c.n, x, 0) * element;
-    if (p.seen_of_keys.kinds)
+    if ((WITH & WITH_MASK) && p.seen_of_keys.kinds)
         r.bits = find_bits(p.seen_of_keys, c.n, x);
-    if (!ALONE && (p.a.features & HEDDLE_ALIBI))
+    if ((WITH & WITH_SLOPES) && (p.a.features & HEDDLE_ALIBI))
         r.slope = ((const float *)p.t.alibi_slopes)[c.n * p.a.alibi_stride_b + x];
     return r;
 }
@@ -93,6 +92,43 @@ INLINE bool add_key_biases(const attention_params &p, const key_options &o, int 
         low |= add_bias<T, BIAS_COLUMNS>(bias, by, s + x / 8);
     }
     return low;
+}
+
+/* A bias that is the same for all queries: what this lane's two keys have, the first of which is `key`. Read anew for each step, without a branch
+ * that ptxas would have to see to be uniform: after the first they lie in the first-level cache. */
+struct key_bias {
+    float of[2];
+};
+
+template <typename T> INLINE key_bias read_bias_of_keys(const key_options &o, int key) {
+    key_bias r;
+#pragma unroll
+    for (int half = 0; half < 2; half++)
+        r.of[half] = to_float(((const T *)o.bias)[min(key + half * 8, o.sk - 1)]);
+    return r;
+}
+
+/* Does it mask one of the warp's keys? */
+INLINE bool masks_any(const key_bias &b) {
+    return __any_sync(ALL_LANES, fminf(b.of[0], b.of[1]) < (float)LEAST_BIAS);
+}
+
+/* Sᵀ = Sᵀ·by + that bias. */
+template <int N> INLINE void add_bias_of_keys(const key_bias &b, float by, float (*s)[4]) {
+#pragma unroll
+    for (int y = 0; y < N / 8; y++)
+#pragma unroll
+        for (int e = 0; e < 4; e++)
+            s[y][e] = fmaf(s[y][e], by, b.of[e / 2]);
+}
+
+/* Pᵀ: -0 where it masks, whatever S was. */
+template <int N> INLINE void hide_bias_of_keys(const key_bias &b, float (*s)[4]) {
+#pragma unroll
+    for (int y = 0; y < N / 8; y++)
+#pragma unroll
+        for (int e = 0; e < 4; e++)
+            s[y][e] = b.of[e / 2] < (float)LEAST_BIAS ? -0.0f : s[y][e];
 }
 
 /* The bias of a warpgroup's 64 keys and 32 of 64 queries, from column x on, as Sᵀ lies in registers; alike: all queries have the first's. */

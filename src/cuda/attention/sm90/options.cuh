@@ -24,8 +24,17 @@ enum {
 #define STEPS 16 /* of them that are remembered */
 
 /* What a kernel's code has; the other options it is never asked for. A lean kernel has none, a full one all. Beside them, in backward: the
- * gradient of the bias. */
-enum { WITH_CAP = 1, WITH_SLOPES = 2, WITH_BIAS = 4, WITH_MASK = 8, WITH_DROPOUT = 16, WITH_ALL = 31, WITH_DBIAS = 32 };
+ * gradient of the bias; of the bias no more than one that is the same for all queries. */
+enum {
+    WITH_CAP = 1,
+    WITH_SLOPES = 2,
+    WITH_BIAS = 4,
+    WITH_MASK = 8,
+    WITH_DROPOUT = 16,
+    WITH_ALL = 31,
+    WITH_DBIAS = 32,
+    WITH_KEY_BIAS = 64
+};
 
 template <int WITH> INLINE constexpr bool has_bias_alone(void) {
     return (WITH & WITH_ALL) == WITH_BIAS;

@@ -38,9 +38,13 @@ static bool hides(const heddle_attention *a) {
     return (a->features & (HEDDLE_BIAS | HEDDLE_BOOL_MASK)) != 0;
 }
 
-static int find(const attention_problem *p, kernel_pass pass) {
+/* The kernel of a pass that takes all that is asked for, of no fewer columns than dim. */
+static int find_from(const attention_problem *p, kernel_pass pass, int dim) {
     const bool alike = pass == PASS_gather || (pass == PASS_light && !hides(p->a));
-    return heddle__cuda_find_attention(p, pass, p->rich && !alike ? VARIANT_full : VARIANT_lean, FAMILY_sm90);
+    return heddle__cuda_find_attention_from(p, pass, p->rich && !alike ? VARIANT_full : VARIANT_lean, FAMILY_sm90, dim);
+}
+static int find(const attention_problem *p, kernel_pass pass) {
+    return find_from(p, pass, 0);
 }
 
 /* The variant that has just what is asked for; full, lean: none. */
@@ -52,6 +56,8 @@ static kernel_variant variant_of(const attention_problem *p, kernel_pass pass) {
                masked = (a->features & HEDDLE_BOOL_MASK) != 0, dropped = a->dropout > 0;
     if (!(a->scale > 0) || capped + biased + masked + dropped != 1)
         return VARIANT_full;
+    if (biased && pass == PASS_bwd && a->bias_stride.s == 0)
+        return VARIANT_keyed;
     return capped ? VARIANT_capped : biased ? VARIANT_biased : masked ? VARIANT_masked : VARIANT_dropped;
 }
 
@@ -141,9 +147,10 @@ static bool takes(const attention_problem *p, attention_choice *c) {
     if (!backward)
         return takes_forward(p, c);
     c->prep = heddle__cuda_find_attention(p, PASS_prep, VARIANT_full, FAMILY_sm80);
-    c->light = find(p, PASS_light);
     c->bwd = find_fused(p);
-    c->gather = c->bwd < 0 ? -1 : find(p, PASS_gather);
+    const int dim = c->bwd < 0 ? 0 : heddle__cuda_attention_kernels[c->bwd].dim; /* the sums have its columns */
+    c->light = find_from(p, PASS_light, dim);
+    c->gather = c->bwd < 0 ? -1 : find_from(p, PASS_gather, dim);
     if (c->bwd >= 0 && (c->light < 0 || c->gather < 0 || !is_consistent(c)))
         c->bwd = c->gather = -1;
     c->dkdv = c->bwd < 0 ? find(p, PASS_dkdv) : -1;
@@ -311,10 +318,12 @@ static void add_maps(const attention_problem *p, const attention_choice *c, atte
     job->maps = 5;
 }
 
-/* biased takes boxes alone: what the copy engine cannot fetch is the full kernel's, whose tiles are the same. */
+/* biased takes boxes alone, but for wide backward, whose lanes read them: what the copy engine cannot fetch is the full kernel's, whose tiles are
+ * the same. */
 static int take_boxes(const attention_problem *p, const attention_job *job, int kernel) {
     const kernel_row *k = &heddle__cuda_attention_kernels[kernel];
-    return k->variant == VARIANT_biased && !(job->params.p.vectors & VECTOR_BIAS_BOXES) ? find(p, k->pass) : kernel;
+    const bool boxes = k->variant == VARIANT_biased && !(k->pass == PASS_bwd && k->dim > 128);
+    return boxes && !(job->params.p.vectors & VECTOR_BIAS_BOXES) ? find(p, k->pass) : kernel;
 }
 
 /* backward that writes dbias, too, where that is a sum over nothing and begins as pieces of 16 bytes do, in place of `kernel`, whose tiles are
@@ -325,7 +334,8 @@ static int find_giving(const attention_problem *p, const attention_job *job, int
     const heddle_strides s = a->dbias_stride;
     const bool sums = !s.s || (!s.h && a->h > 1) || (!s.b && a->b > 1);
     const uintptr_t apart = (uintptr_t)job->params.p.t.dbias | (uintptr_t)((s.b | s.h | s.s) * 2);
-    if (!job->params.p.t.dbias || sums || apart % 16 || k[kernel].variant != VARIANT_biased)
+    if (!job->params.p.t.dbias || sums || apart % 16 || !(job->params.p.vectors & VECTOR_BIAS_BOXES) ||
+        (k[kernel].variant != VARIANT_biased && k[kernel].variant != VARIANT_keyed))
         return -1;
     const int x = heddle__cuda_find_attention(p, PASS_bwd, VARIANT_dbiased, FAMILY_sm90);
     return x >= 0 && k[x].dim == k[kernel].dim ? x : -1;

@@ -155,17 +155,20 @@ template <typename T, int D, int ROWS> INLINE bool is_bad_row(uint32_t tile, int
 }
 
 /* In a tile that a mask cuts, 0·NaN would leak through a product: rows that are not finite become zero where they are not, and
- * their bits in bad[row / 32] are set. A thread looks after every THREADS-th row; fence_async() and a barrier have to follow. */
-template <typename T, int D, int ROWS, int THREADS> INLINE void clean_rows(uint32_t tile, uint32_t *bad, int thread) {
+ * their bits in bad[row / 32] are set. A thread looks after every THREADS-th row, where `asked` says so; fence_async() and a barrier have to
+ * follow. */
+template <typename T, int D, int ROWS, int THREADS>
+INLINE void clean_rows(uint32_t tile, uint32_t *bad, int thread, const bool *asked) {
 #pragma unroll
-    for (int row = thread; row < ROWS; row += THREADS) {
-        const bool found = is_bad_row<T, D, ROWS>(tile, row);
+    for (int x = 0; x < ROWS / THREADS; x++) {
+        const int row = thread + x * THREADS;
+        const bool found = asked[x] && is_bad_row<T, D, ROWS>(tile, row);
         const uint32_t all = __ballot_sync(ALL_LANES, found);
         if (thread % 32 == 0) /* by the thread that arrives: racecheck sees no other order */
             bad[row / 32] = all;
 #pragma unroll 1
-        for (int x = 0; found && x < tile90<D, ROWS>::strips * 8; x++) { /* swizzled: of the last strip, too, all */
-            const uint32_t chunk = tile + x / 8 * tile90<D, ROWS>::strip + row * 128 + x % 8 * 16;
+        for (int z = 0; found && z < tile90<D, ROWS>::strips * 8; z++) { /* swizzled: of the last strip, too, all */
+            const uint32_t chunk = tile + z / 8 * tile90<D, ROWS>::strip + row * 128 + z % 8 * 16;
             if (has_nonfinite(load_shared16(chunk), T()))
                 store_shared16(chunk, make_uint4(0, 0, 0, 0));
         }
