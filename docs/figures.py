@@ -631,6 +631,8 @@ TABLES = {
     "docs/limits.md": {
         "options of d 128": lambda: options_table("B4H16/16S4096D128"),
         "options of d 64": lambda: options_table("B4H32/32S4096D64"),
+        "options of d 192": lambda: options_table("B4H10/10S4096D192"),
+        "options of d 256": lambda: options_table("B4H8/8S4096D256"),
         "sm80": sm80_table,
         "head dims": dims_table,
         "float32": lambda: calls_table("attention", "S4096x4096.*float32"),
