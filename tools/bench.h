@@ -20,7 +20,7 @@ typedef struct bench_case {
 } bench_case;
 
 /* The problems of a device, bench_count of them; those of the GPU are made of its head dims, types and options. */
-enum { BENCH_MOST_CASES = 400 };
+enum { BENCH_MOST_CASES = 500 };
 int bench_cases(heddle_device device, bench_case out[BENCH_MOST_CASES]);
 /* On a GPU as bench/results calls it: "B4H16/16S4096D128c-bfloat16 softcap". */
 void bench_name(const bench_case *c, heddle_device device, char *text, size_t n);

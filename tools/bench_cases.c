@@ -45,6 +45,8 @@ static const struct option_kind {
     {"bias shared", HEDDLE_BIAS, false, true},
     {"dbias shared", HEDDLE_BIAS, false, true},
     {"dbias", HEDDLE_BIAS, false, false}, /* an element for each score */
+    {"bias of keys", HEDDLE_BIAS, false,
+     false}, /* the same for all queries, as padding is that is written in numbers */
     {"softcap alibi", HEDDLE_ALIBI, true, false},
     {"deterministic", HEDDLE_DETERMINISTIC, true, false},
     {"deterministic softcap alibi", HEDDLE_DETERMINISTIC | HEDDLE_ALIBI, true, false},
@@ -131,6 +133,20 @@ static int gpu_alone(heddle_dtype dtype, bench_case *out) {
     return n;
 }
 
+/* An option each at the head dim between those that have kernels for all. */
+static int gpu_between(heddle_dtype dtype, bench_case *out) {
+    static const char *const options[] = {"softcap", "dropout", "padding", "bias shared", "bias of keys"};
+    int n = 0;
+    for (size_t i = 0; i < sizeof options / sizeof *options; i++) {
+        out[n] = gpu_case(dtype, 4096, 192, CAUSAL);
+        out[n].option = options[i];
+        if (!kind_of(&out[n])->causal)
+            out[n].mask = FULL;
+        n++;
+    }
+    return n;
+}
+
 static int gpu_attention(heddle_dtype dtype, bench_case *out) {
     static const int64_t dims[] = {32, 64, 96, 128, 192, 256, 320, 384, 512}, adding[] = {96, 192, 320, 384, 512};
     int n = 0;
@@ -147,6 +163,8 @@ static int gpu_attention(heddle_dtype dtype, bench_case *out) {
             out[n++].option = kinds[i].name;
         }
     }
+    if (dtype != HEDDLE_F32)
+        n += gpu_between(dtype, out + n);
     out[n] = gpu_case(dtype, 4096, 128, CAUSAL);
     out[n].h = 32;
     out[n++].hk = 8;
@@ -364,6 +382,8 @@ job bench_job(const bench_case *c, heddle_device device) {
     make_long(kind, &j);
     if ((kind->features & HEDDLE_BOOL_MASK) && !kind->shared)
         j.a.bool_mask_stride = (heddle_strides){c->sk, 0, 0};
+    if (!strcmp(kind->name, "bias of keys"))
+        j.a.bias_stride = (heddle_strides){c->sk, 0, 0};
     if (!strcmp(kind->name, "dbias"))
         j.a.dbias_stride = (heddle_strides){c->h * c->sq * c->sk, c->sq * c->sk, c->sk};
     if (kind->shared) {
