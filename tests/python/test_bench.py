@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """bench/gpu_step.py as far as it goes without a GPU: its steps on the CPU, its options, and how ./dev reaches it.
-And the rows of all benches that time a prepared weight."""
+And the rows of all benches that time a prepared weight, and of gpu_attention.py."""
 
 from __future__ import annotations
 
@@ -239,3 +239,24 @@ def test_rows_of_the_command() -> None:
         (16, "f32", "forward"),
         (16, "bf16", "forward"),
     ]
+
+
+# ----------------------------------------------------------------------------------------------- rows of gpu_attention
+
+
+def test_rows_of_gpu_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each row has a name of its own in its table and counts what it does; every option of limits.md is one of them."""
+    bench = script("gpu_attention", monkeypatch)
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    figures = importlib.import_module("figures")
+    for table, rows in bench.TABLES.items():
+        cases = [case for case, _ in rows()]
+        names = [case.name() for case in cases]
+        assert len(set(names)) == len(names), table
+        for case in cases:
+            seen = case.tiles() * bench.TILE**2
+            assert 0 < case.pairs() <= seen and case.flops() == 2 * case.b * case.h * case.pairs() * (case.d + case.dv)
+    timed = {case.name() for case, _ in bench.TABLES["options"]()}
+    for base in ("B4H16/16S4096D128", "B4H32/32S4096D64", "B4H8/8S4096D256"):
+        for mask, options in figures.OPTIONS.items():
+            assert {f"{base}{mask}-bfloat16 {option}" for option in options} <= timed
