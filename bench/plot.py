@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
 """Writes what `./dev bench --cpu` recorded: a table for each machine into docs/kernels/cpu-measured.md, every row of every
-part into docs/cpu-rows.md, and what is slow of the options, on the machine that was recorded last, into docs/limits.md.
+part into docs/cpu-rows.md, and what is slow of the options, on the machines with AMX and with AVX2 alone that were recorded
+last, into docs/limits.md.
 
     ./dev bench --plot [--check] [RESULTS.jsonl ...]
 
@@ -30,6 +31,7 @@ WHY = {"window": "tiles of 48 or 64 queries meet keys that their band hides",
        "softcap": "tanh; float32's backward forms the scores twice",
        "sinks": "float32's backward forms the scores twice", "ALiBi": "float32's backward forms the scores twice",
        "causal as a mask": "the mask's bytes", "dense mask": "the mask's bytes, and a comparison for each score",
+       "mask of keys": "the mask's bytes", "segments": "tiles at the ends of documents",
        "large scores": "float32's backward forms the scores up to three times", "dropout": "Philox"}
 
 
@@ -123,10 +125,21 @@ def tables(rows):
     return "\n".join(out) + "\n"
 
 
+def options_of(rows):
+    """The rows of options by the instruction set that the machine takes by itself."""
+    return [r for r in rows if r["section"] == "attention options" and not r["name"].startswith("avx2 ")]
+
+
+def last_of(recorded, isa):
+    """Of the machines that take this instruction set, the one that was recorded last."""
+    mine = [rows for rows in recorded if any(r["isa"] == isa for r in options_of(rows))]
+    return max(mine, key=lambda rows: max(r["date"] for r in options_of(rows)), default=None)
+
+
 def slow(rows):
     """Of each option with a row below LEAST: the least fraction of the plain rate over the sizes, forward / backward."""
     of = collections.defaultdict(lambda: collections.defaultdict(list))
-    mine = [r for r in rows if r["section"] == "attention options" and not r["name"].startswith("avx2 ")]
+    mine = options_of(rows)
     for r in mine:
         if r.get("over_other") is not None:
             of[r["option"]][r["dtype"], r["direction"]].append(r["over_other"])
@@ -150,9 +163,9 @@ def main():
     recorded = [rows for rows in map(read, files) if any("section" in r for r in rows)]
     if not recorded:
         parser.error("nothing is recorded yet; ./dev bench --cpu does it")
-    last = max(recorded, key=lambda rows: max((r["date"] for r in rows if r["section"] == "attention options"), default=""))
+    last = [rows for rows in (last_of(recorded, isa) for isa in ("amx", "avx2")) if rows]
     for name, form, some in (("kernels/cpu-measured.md", summary, recorded), ("cpu-rows.md", tables, recorded),
-                             ("limits.md", slow, [last])):
+                             ("limits.md", slow, last)):
         page = ROOT / "docs" / name
         before, _, rest = page.read_text().partition(BEGIN)
         _, _, after = rest.partition(END)
