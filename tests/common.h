@@ -124,7 +124,7 @@ typedef struct attention_case {
     bool ill_conditioned; /* the plain computation may overflow or be far off */
     double mask_density;  /* of the boolean mask; 0 means 0.7 */
     double huge_bias;     /* the bias of some whole rows, and of some keys of the others; 0: of none */
-    int64_t huge_from;    /* and of all keys from this one on; 0: of none more */
+    int64_t huge_from;    /* and in every second head of all keys from this one on; 0: of none more */
     bool mask_rows;       /* some rows of the boolean mask are empty */
     int64_t mask_tiles;   /* tiles of so many rows and columns are empty, full or as they were; 0: no tile is */
     double hidden_pages;  /* of the numbers in block_table that are no page */

@@ -181,7 +181,7 @@ static void fill_huge_bias(attention_problem *p, double huge, int64_t from) {
         for (int64_t x = 0; x < t->dim[1]; x++)
             for (int64_t i = 0; i < t->dim[2]; i++)
                 for (int64_t j = 0; j < t->dim[3]; j++)
-                    if ((i % 3 == 1 && t->stride[2] != 0) || j % 4 == 2 || (from && j >= from))
+                    if ((i % 3 == 1 && t->stride[2] != 0) || j % 4 == 2 || (from && j >= from && x % 2 == 0))
                         tensor_set(t, n, x, i, j, huge);
 }
 

@@ -16,11 +16,10 @@ struct state {
     float *sum;                     /* lean: where query 0 of the head adds, for this thread */
     const key_options *steps, *now; /* full: of all, and of the one whose weights are made */
     int x;                          /* full: the head of `sum` */
-    mutable bool
-        low;       /* a bias alone, or the same for all queries: it masks an element of this warp's part of the step */
-    key_bias bias; /* the same for all queries: of this lane's keys, in the step `now` */
-    mutable bool late;            /* a mask alone: what it hides of the step is left to the operands, */
-    mutable uint32_t shown[2][4]; /* by these bits of this lane's two keys */
+    mutable bool low;               /* with a bias: it masks an element of this warp's part of the step */
+    key_bias bias;                  /* the same for all queries: of this lane's keys, in the step `now` */
+    mutable bool late;              /* a mask alone: what it hides of the step is left to the operands, */
+    mutable uint32_t shown[2][4];   /* by these bits of this lane's two keys */
 };
 
 /* Can what the mask hides of a step wait until P and dS are operands? There it costs an instruction an element and a half, and nobody waits for
