@@ -371,11 +371,11 @@ def option_rows():
                 for of, option in OPTIONS:
                     if of == causal and (s < 16384 or "bias" not in option):
                         yield Case(b, h, h, s, s, d, causal, option=option), ["cudnn", "efficient", "fa2", "flex"]
-    for d, h in ((160, 12), (192, 10)):  # between the head dims that have kernels for every option
+    for d, h in ((160, 12), (192, 10)):  # between the head dims that have a kernel for several options at once
         for causal in (True, False):
             yield Case(4, h, h, 4096, 4096, d, causal), ["cudnn"]
             for of, option in OPTIONS:
-                if of == causal and option in ("softcap", "alibi", "dropout", "padding", "dense", "bias padding"):
+                if of == causal and option in ("softcap", "alibi", "dropout", "padding", "dense", "bias padding", "bias shared"):
                     yield Case(4, h, h, 4096, 4096, d, causal, option=option), ["cudnn", "efficient", "fa2", "flex"]
     yield Case(1, 4, 4, 2048, 2048, 128, False), ["cudnn"]
     yield Case(1, 4, 4, 2048, 2048, 128, False, option="weights"), []

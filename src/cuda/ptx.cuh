@@ -42,6 +42,14 @@ PTX uint4 load_shared16(uint32_t at) {
     return x;
 }
 
+/* Each byte is the sign of one of the eight of low and high, eight times: of the one that a digit of `order` names, which is 8 and more.
+ * (__byte_perm knows bytes alone.) */
+PTX uint32_t spread_signs(uint32_t low, uint32_t high, uint32_t order) {
+    uint32_t r;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(r) : "r"(low), "r"(high), "r"(order));
+    return r;
+}
+
 /* The line is wanted in the second-level cache. */
 PTX void prefetch_global(const void *at) {
     asm volatile("prefetch.global.L2 [%0];" ::"l"(at) : "memory");

@@ -6,14 +6,6 @@
 
 #include "cuda/ptx.cuh"
 
-/* Each byte is the sign of one of the eight of low and high, eight times: of the one that a digit of `order` names, which is 8 and more.
- * (__byte_perm knows bytes alone.) */
-PTX uint32_t spread_signs(uint32_t low, uint32_t high, uint32_t order) {
-    uint32_t r;
-    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(r) : "r"(low), "r"(high), "r"(order));
-    return r;
-}
-
 /* ------------------------------------------------------------------------------------------ Hopper: barriers, copies */
 
 PTX void mbarrier_init(uint32_t at, int arrivals) {

@@ -137,16 +137,17 @@ static void test_options(void **state) {
 static void test_one_option(void **state) {
     (void)state;
     static const int64_t dims[] = {64, 128, 192, 256};
-    for (int x = 0; x < 8; x++) {
-        const int64_t d = x < 4 ? dims[x] : dims[2 + x % 2];
+    for (int x = 0; x < 12; x++) {
+        const int64_t d = x < 4 ? dims[x] : dims[2 + (x + x / 8) % 2];
         attention_case c = {.a = attention_desc(test_dtypes[1 + x % 2], 1, 2, 1, rows(200), rows(260), d, d),
                             .seed = 1,
                             .mask_tiles = 128};
         c.a.mask = x % 3 ? HEDDLE_CAUSAL_BOTTOM_RIGHT : HEDDLE_MASK_NONE;
-        c.a.features = x < 4 || x == 7 ? HEDDLE_BIAS : x == 5 ? HEDDLE_BOOL_MASK : 0;
+        const int option = x < 4 ? 3 : x % 4;
+        c.a.features = option == 3 ? HEDDLE_BIAS : option == 1 ? HEDDLE_BOOL_MASK : 0;
         c.a.bias_stride.h = x < 4 ? rows(260) : 0; /* 0, 0, 0: as tensors usually lie */
-        c.a.softcap = x == 4 ? 20 : 0;
-        c.a.dropout = x == 6 ? 0.2 : 0;
+        c.a.softcap = option == 0 ? 20 : 0;
+        c.a.dropout = option == 2 ? 0.2 : 0;
         c.huge_bias = x % 2 ? -INFINITY : 0;
         run_attention(&c);
     }

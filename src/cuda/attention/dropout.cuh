@@ -82,17 +82,18 @@ INLINE uint32_t swap_bytes(uint32_t x) {
     return __byte_perm(x, __shfl_xor_sync(0xffffffffu, x, 2), upper ? 0x3276 : 0x5410);
 }
 
-/* Of a call's words 2x, 2x+1 the bits into the bytes of `bits`, from above: even keys, then odd ones, or in the ORDER of __byte_perm. */
-template <uint32_t ORDER = 0x7351>
-INLINE uint32_t push_bits(uint32_t bits, uint32_t first, uint32_t second, uint32_t threshold) {
-    const uint32_t signs = __byte_perm(keeps(first, threshold), keeps(second, threshold), ORDER);
-    return (bits >> 1 & 0x7f7f7f7fu) | (signs & 0x80808080u);
+/* Of a call's words 2x, 2x+1 the bits into bit `at` of the bytes of `bits`, from above: even keys, then odd ones, or in the ORDER of
+ * __byte_perm. */
+template <uint32_t ORDER>
+INLINE uint32_t push_bits(uint32_t bits, uint32_t first, uint32_t second, uint32_t threshold, int at) {
+    return bits | (spread_signs(keeps(first, threshold), keeps(second, threshold), ORDER | 0x8888) & 0x01010101u << at);
 }
 
-/* The bits of COUNT calls side by side, which share the keys of the rounds: rows i, i + i_step .., eights of keys j8, j8 + j8_step .. */
+/* The bits of COUNT calls side by side, which share the keys of the rounds: rows i, i + i_step .., eights of keys j8, j8 + j8_step .., into
+ * bits `at`, at + 1 .. */
 template <int COUNT, uint32_t ORDER = 0x7351>
 INLINE void push_calls(const attention_params &p, const dropout_state &s, uint32_t bh, uint32_t i, uint32_t i_step,
-                       uint32_t j8, uint32_t j8_step, uint32_t *low, uint32_t *high) {
+                       uint32_t j8, uint32_t j8_step, int at, uint32_t *low, uint32_t *high) {
     const uint32_t seed[2] = {(uint32_t)s.seed, (uint32_t)(s.seed >> 32)};
     philox4 w[COUNT];
 #pragma unroll
@@ -105,8 +106,8 @@ INLINE void push_calls(const attention_params &p, const dropout_state &s, uint32
             w[x] = philox_round(w[x], seed[0] + round * PHILOX_W0, seed[1] + round * PHILOX_W1);
 #pragma unroll
     for (int x = 0; x < COUNT; x++) {
-        *low = push_bits<ORDER>(*low, w[x].w[0], w[x].w[1], p.drop_threshold);
-        *high = push_bits<ORDER>(*high, w[x].w[2], w[x].w[3], p.drop_threshold);
+        *low = push_bits<ORDER>(*low, w[x].w[0], w[x].w[1], p.drop_threshold, at + x);
+        *high = push_bits<ORDER>(*high, w[x].w[2], w[x].w[3], p.drop_threshold, at + x);
     }
 }
 
@@ -132,7 +133,8 @@ INLINE kept_bits<N> find_kept(const attention_params &p, const dropout_state &s,
     kept r;
 #pragma unroll
     for (int first = 0; first < kept::calls; first += COUNT)
-        push_calls<COUNT>(p, s, bh, i + first * i_step, i_step, j8 + first * step, step, &low, &high);
+        push_calls<COUNT>(p, s, bh, i + first * i_step, i_step, j8 + first * step, step, 8 - kept::calls + first, &low,
+                          &high);
     const uint32_t even = swap_bytes(__byte_perm(low, high, 0x5410)), odd = swap_bytes(__byte_perm(low, high, 0x7632));
     r.bits[0] = __byte_perm(even, odd, 0x5410);
     if (kept::words == 1)

@@ -15,6 +15,14 @@ namespace host {
 
 #define PTX static inline
 
+PTX uint32_t spread_signs(uint32_t low, uint32_t high, uint32_t order) {
+    const uint64_t bytes = (uint64_t)high << 32 | low;
+    uint32_t r = 0;
+    for (int x = 0; x < 4; x++)
+        r |= (bytes >> (order >> 4 * x & 7) * 8 & 0x80 ? 0xffu : 0) << 8 * x;
+    return r;
+}
+
 /* ------------------------------------------------------------------------------------------------------- memory */
 
 PTX uint32_t shared_address(const void *p) {

@@ -332,9 +332,13 @@ INLINE void attention_bwd(const attention_params_sm90 &all) {
     if (FULL)
         put_dropout(all.p, (key_options *)(shared + layout::steps) + KEY_STEPS);
     make_barriers<layout, STAGES>(shared_address(shared));
-    if (threadIdx.x < WARPGROUP) {
+    /* Behind branches that ptxas sees to be uniform it has uniform registers, for those that make bits; to the others it gives more spills, and
+     * at d 128, where nobody waits for bits, it is slower. */
+    const bool uniform = makes_ahead<FULL>() && !layout::ahead_has_more;
+    const unsigned thread = uniform ? __shfl_sync(ALL_LANES, threadIdx.x, 0) : threadIdx.x;
+    if (thread < WARPGROUP) {
         registers_fewer<layout::ahead_registers>();
-        if (threadIdx.x < 32)
+        if (thread < 32)
             fetch_keys<T, D, BLOCK, FULL, layout, fused_places<D, BLOCK, STAGES, layout>>(
                 all, crew, shared, (key_options *)(shared + layout::steps));
         else if (LONG && threadIdx.x < 96 && threadIdx.x % 32 == 0)
@@ -343,7 +347,7 @@ INLINE void attention_bwd(const attention_params_sm90 &all) {
             give_steps<T, BLOCK, layout>(all.p, crew, shared);
         else if (layout::gives_ds)
             give_zeros<T, BLOCK, layout>(all.p, crew);
-        else if (makes_ahead<FULL>() && threadIdx.x >= 32)
+        else if (makes_ahead<FULL>())
             make_columns_ahead<BLOCK, OWN_ROWS, layout::ahead_has_more ? 4 : 2, layout>(
                 all.p, crew, shared_address(shared), shared + layout::kept,
                 *(const dropout_state *)((const key_options *)(shared + layout::steps) + KEY_STEPS));

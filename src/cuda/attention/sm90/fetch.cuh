@@ -156,8 +156,10 @@ INLINE void fetch_keys(const attention_params_sm90 &all, const crew &crew, char 
 /* dropout alone: the warps beside the one that fetches make the bits of each step, in its order. */
 template <int BLOCK, int OWN, int BATCH, typename layout>
 INLINE void make_columns_ahead(const attention_params &p, const crew &crew, uint32_t smem, char *kept,
-                               const dropout_state &state) {
-    const int warp = (int)threadIdx.x / 32 - 1;
+                               dropout_state state) {
+    int unit = (int)threadIdx.x / 32 - 1;
+    state.seed = __shfl_sync(ALL_LANES, state.seed, 0); /* as put_kept_rows says */
+    state.offset = __shfl_sync(ALL_LANES, state.offset, 0);
     unsigned count = 0;
     key_work w;
     for (unsigned turn = 0; find_keys<BLOCK, layout::with, OWN>(p, crew, turn, &w); turn++) {
@@ -168,7 +170,7 @@ INLINE void make_columns_ahead(const attention_params &p, const crew &crew, uint
             const unsigned slot = count % layout::kept_slots;
             mbarrier_wait(smem + layout::kept_empty + slot * 8, count / layout::kept_slots % 2 ^ 1);
             put_kept_columns<BLOCK, OWN, BATCH>(p, state, dropout_head(p, w.c.n, at.x), at.i0, w.key0,
-                                                kept + slot * layout::kept_bytes, warp, count);
+                                                kept + slot * layout::kept_bytes, &unit);
             mbarrier_arrive(smem + layout::kept_full + slot * 8);
         }
     }

@@ -66,12 +66,14 @@ INLINE void receive_marks(const forward_span &w, const option_view &v, int group
 }
 
 /* What dropout keeps of the n-th tile of keys, as the warps have made it that make it ahead; once for each tile. */
-template <typename layout> INLINE kept_pair take_kept(const option_view &v, int group, uint32_t smem, unsigned n) {
+template <int BLOCK, typename layout>
+INLINE kept_pair take_kept(const option_view &v, int group, uint32_t smem, unsigned n) {
     const unsigned slot = slot_of<FORWARD_KEPT_SLOTS>(n);
     const char *from = (const char *)v.steps + (layout::kept - layout::steps) + slot * layout::kept_bytes;
     mbarrier_wait(smem + layout::kept_full + slot * 8, turn_of<FORWARD_KEPT_SLOTS>(n));
-    const kept_pair kept = take_kept_rows<layout::rows, 128>(from, group * 64);
-    mbarrier_arrive(smem + layout::kept_empty + slot * 8);
+    const kept_pair kept = take_kept_rows<layout::rows, BLOCK>(from, group * 64);
+    __syncwarp();
+    release(smem + layout::kept_empty + slot * 8);
     return kept;
 }
 
@@ -133,7 +135,7 @@ INLINE void pass_by_keys(const attention_params &p, uint32_t smem, int group, un
     }
     if (makes_ahead<FULL>()) {
         mbarrier_wait(smem + layout::kept_full + slot_of<FORWARD_KEPT_SLOTS>(n) * 8, turn_of<FORWARD_KEPT_SLOTS>(n));
-        mbarrier_arrive(smem + layout::kept_empty + slot_of<FORWARD_KEPT_SLOTS>(n) * 8);
+        release(smem + layout::kept_empty + slot_of<FORWARD_KEPT_SLOTS>(n) * 8);
     }
 }
 template <int D, int GROUPS, int BLOCK> INLINE void pass_by_values(uint32_t smem, int group, unsigned n) {
@@ -191,7 +193,7 @@ INLINE void step(float c, const forward_span &w, const option_view &v, bool half
     if (CUT && !FULL)
         issue_half_sums<T, BLOCK, layout>(smem, n, half, a, o);
     else
-        issue_sums<T, BLOCK, layout>(smem, n, a, o);
+        issue_sums<T, BLOCK, FULL, layout>(smem, n, a, o);
     note(*v.p, group, n, CLOCK_ISSUED);
     pass_turn<layout::turns>(group);
     kept_bits<BLOCK> kept;
@@ -204,7 +206,7 @@ INLINE void step(float c, const forward_span &w, const option_view &v, bool half
     receive_scores<T, D, GROUPS, BLOCK, CUT, FULL, PAGED>(w, v, group, j0, smem, n + 1, read, hidden, s);
     const bool grows = weigh_scores<BLOCK, CUT, FULL>(c, v, group, k, s, shrink);
     if (makes_ahead<FULL>()) /* as late as they are needed */
-        drop_rows<BLOCK>(take_kept<layout>(v, group, smem, n + 1), s);
+        drop_rows<BLOCK>(take_kept<BLOCK, layout>(v, group, smem, n + 1), s);
     else if (has_dropout<FULL>(*v.p))
         drop_elements(kept, 1.0f, s);
     pin_all<BLOCK / 8>(s); /* or the exponentials would be left for after the wait */
@@ -272,7 +274,7 @@ INLINE void compute(float c, const forward_span &w, const option_view &v, const 
     k->cap.capped[0] = k->cap.capped[1] = 0.0f;
     weigh_scores<BLOCK, true, FULL>(c, v, group, k, s, shrink);
     if (makes_ahead<FULL>())
-        drop_rows<BLOCK>(take_kept<layout>(v, group, smem, k->n), s);
+        drop_rows<BLOCK>(take_kept<BLOCK, layout>(v, group, smem, k->n), s);
     else if (has_dropout<FULL>(*v.p))
         drop_elements(keep_queries<BLOCK, FULL>(*v.p, *v.o, *(const dropout_state *)(v.steps + STEPS), group * 64,
                                                 k->step & ~STEP_FLAGS),
@@ -360,7 +362,7 @@ INLINE void consume(const attention_params &p, int group, uint32_t smem, const f
         pin_all<BLOCK / 16>(a);
         await_values<layout>(smem, n, cut, &k.cuts);
         if (FULL)
-            issue_sums<T, BLOCK, layout>(smem, n, a, o);
+            issue_sums<T, BLOCK, FULL, layout>(smem, n, a, o);
         else
             issue_half_sums<T, BLOCK, layout>(smem, n, g.half && g.first == last, a, o);
         mbarrier_wait(barriers + Q_FULL + slot_of<QS>(nq + 1) * 8, turn_of<QS>(nq + 1));
@@ -428,21 +430,22 @@ INLINE void attention_forward90(const attention_params_sm90 &all) {
         }
         for (int x = 0; makes_ahead<FULL>() && x < FORWARD_KEPT_SLOTS * 8; x += 8) {
             mbarrier_init(smem + layout::kept_full + x, WARPGROUP);
-            mbarrier_init(smem + layout::kept_empty + x, GROUPS * WARPGROUP);
+            mbarrier_init(smem + layout::kept_empty + x, GROUPS * 4);
         }
         mbarrier_init_fence();
     }
     __syncthreads();
     /* Together no more registers than the block was launched with: 168 or 128 a thread. */
     const int warp = __shfl_sync(ALL_LANES, (int)threadIdx.x / 32, 0);
-    if (warp < 4) {
+    if (warp <
+        4) { /* the one thread last: behind a branch that is not uniform ptxas has no uniform registers, but spills */
         registers_fewer<(layout::part > 256) ? 24 : makes_ahead<FULL>() ? 40 : GROUPS == 2 ? 56 : 32>();
-        if (PAGED ? warp == 0 : threadIdx.x == 0)
-            produce<T, D, GROUPS, BLOCK, FULL, PAGED>(all, smem, barriers, jobs);
-        else if (warp == 1)
+        if (warp == 1)
             produce_values<T, D, GROUPS, BLOCK, FULL, ADDS>(all, smem, barriers, jobs);
-        else if (warp >= 2)
+        else if (warp > 1)
             clean<T, D, GROUPS, BLOCK, FULL>(all.p, smem, barriers, bad, jobs);
+        else if (PAGED || threadIdx.x == 0)
+            produce<T, D, GROUPS, BLOCK, FULL, PAGED>(all, smem, barriers, jobs);
     } else if (makes_ahead<FULL>() && warp / 4 > GROUPS) {
         registers_fewer<56>();
         make_rows_ahead<D, GROUPS, BLOCK>(all.p, smem, from + layout::kept,

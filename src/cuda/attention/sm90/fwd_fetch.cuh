@@ -266,10 +266,9 @@ INLINE void produce_values(const attention_params_sm90 &all, uint32_t smem, uint
 template <int D, int GROUPS, int BLOCK>
 INLINE void make_rows_ahead(const attention_params &p, uint32_t smem, char *kept, dropout_state state) {
     typedef forward90<D, GROUPS, BLOCK> layout;
-    state.seed = __shfl_sync(ALL_LANES, state.seed,
-                             0); /* the compiler has to see that all lanes have the same: the keys of the rounds */
+    state.seed = __shfl_sync(ALL_LANES, state.seed, 0); /* as put_kept_rows says */
     state.offset = __shfl_sync(ALL_LANES, state.offset, 0);
-    const int warp = (int)threadIdx.x % WARPGROUP / 32;
+    int unit = (int)threadIdx.x % WARPGROUP / 32;
     unsigned step = 0, n = 0;
     forward_work w;
     find_common<layout::rows>(p, &w);
@@ -283,7 +282,7 @@ INLINE void make_rows_ahead(const attention_params &p, uint32_t smem, char *kept
         for (int j0 = last_tile<BLOCK>(w.s); j0 >= begin; j0 -= BLOCK, n++) {
             const unsigned slot = slot_of<FORWARD_KEPT_SLOTS>(n);
             mbarrier_wait(smem + layout::kept_empty + slot * 8, turn_of<FORWARD_KEPT_SLOTS>(n) ^ 1);
-            put_kept_rows<layout::rows, BLOCK>(p, state, head, w.row0, j0, kept + slot * layout::kept_bytes, warp, 4);
+            put_kept_rows<layout::rows, BLOCK, 4>(p, state, head, w.row0, j0, kept + slot * layout::kept_bytes, &unit);
             mbarrier_arrive(smem + layout::kept_full + slot * 8);
         }
     }

@@ -75,11 +75,11 @@ template <typename layout> INLINE void await_values(uint32_t smem, unsigned n, b
     *cuts += cut;
 }
 
-/* O += P·V of the n-th tile: issued. */
-template <typename T, int BLOCK, typename layout>
+/* O += P·V of the n-th tile: issued. Of a kernel of 128 registers a thread ptxas takes no product of 256 columns. */
+template <typename T, int BLOCK, int FULL, typename layout>
 INLINE void issue_sums(uint32_t smem, unsigned n, uint32_t (*a)[4], float (*o)[4]) {
     wgmma_fence();
-    warpgroup_columns<T, layout::part, BLOCK, BLOCK>(
+    warpgroup_columns<T, layout::part, BLOCK, BLOCK, makes_ahead<FULL>() ? 192 : 256>(
         o, a, smem + layout::v + slot_of<layout::stages>(n) * layout::tile_bytes);
     wgmma_commit();
 }

@@ -6,7 +6,8 @@
 
 #include "cuda/attention/sm90/options.cuh"
 
-/* Warps that make them in backward, beside the one that fetches. */
+/* Warps that make them: in forward a warpgroup, in backward those beside the one that fetches. */
+#define FORWARD_KEPT_WARPS 4
 #define KEPT_WARPS 3
 
 template <int WITH> INLINE constexpr bool makes_ahead(void) {
@@ -21,7 +22,7 @@ INLINE uint2 make_kept(const attention_params &p, const dropout_state &s, uint32
 #pragma unroll
     for (int first = 0; first < 8; first += BATCH)
         push_calls<BATCH, 0x7531>(p, s, head, p.drop_row + (uint32_t)query, 0,
-                                  p.drop_eight + (uint32_t)key / DROPOUT_KEYS + first, 1, &low, &high);
+                                  p.drop_eight + (uint32_t)key / DROPOUT_KEYS + first, 1, first, &low, &high);
     return make_uint2(low, high);
 }
 
@@ -30,16 +31,22 @@ INLINE uint2 make_kept(const attention_params &p, const dropout_state &s, uint32
 /* The bits of ROWS queries and BLOCK keys: eight bytes for each query, 64 keys after the other. */
 template <int ROWS, int BLOCK> struct kept_rows { static constexpr int bytes = ROWS * BLOCK / 8; };
 
-/* By `warps` warps, of which this is the warp-th. */
-template <int ROWS, int BLOCK>
+/* By so many warps, which take units of 32 queries and 64 keys in turn, from tile to tile. *unit: the next of this warp's, counted from this
+ * tile's first. What all lanes share the compiler has to see to be the same: two rounds and the keys of all are then made once. */
+template <int ROWS, int BLOCK, int BATCH>
 INLINE void put_kept_rows(const attention_params &p, const dropout_state &s, uint32_t head, int query, int key,
-                          char *to, int warp, int warps) {
+                          char *to, int *unit) {
+    constexpr int UNITS = ROWS / 32 * (BLOCK / 64);
     const int lane = threadIdx.x % 32;
+    key = __shfl_sync(ALL_LANES, key, 0);
+    head = __shfl_sync(ALL_LANES, head, 0);
+    int which = __shfl_sync(ALL_LANES, *unit, 0);
 #pragma unroll 1
-    for (int unit = warp; unit < ROWS / 32 * (BLOCK / 64); unit += warps) {
-        const int row = unit % (ROWS / 32) * 32 + lane, part = unit / (ROWS / 32);
-        *(uint2 *)(to + (part * ROWS + row) * 8) = make_kept<4>(p, s, head, query + row, key + part * 64);
+    for (; which < UNITS; which += FORWARD_KEPT_WARPS) {
+        const int row = which % (ROWS / 32) * 32 + lane, part = which / (ROWS / 32);
+        *(uint2 *)(to + (part * ROWS + row) * 8) = make_kept<BATCH>(p, s, head, query + row, key + part * 64);
     }
+    *unit = which - UNITS;
 }
 
 /* Of this lane's two rows: byte 2x + e: of columns e of the eights 8x ..., a bit for each. */
@@ -48,13 +55,15 @@ struct kept_pair {
 };
 
 template <int ROWS, int BLOCK> INLINE kept_pair take_kept_rows(const char *from, int row) {
-    static_assert(BLOCK == 128, "two halves of a word");
+    static_assert(BLOCK == 64 || BLOCK == 128, "a half of a word or two");
     kept_pair r;
     from += (row + fragment_row()) * 8 + threadIdx.x % 4 * 2;
 #pragma unroll
-    for (int half = 0; half < 2; half++)
-        r.bits[half] =
-            *(const uint16_t *)(from + half * 64) | (uint32_t) * (const uint16_t *)(from + half * 64 + ROWS * 8) << 16;
+    for (int half = 0; half < 2; half++) {
+        r.bits[half] = *(const uint16_t *)(from + half * 64);
+        if (BLOCK > 64)
+            r.bits[half] |= (uint32_t) * (const uint16_t *)(from + half * 64 + ROWS * 8) << 16;
+    }
     return r;
 }
 
@@ -78,22 +87,26 @@ template <int N> INLINE void drop_rows(const kept_pair &k, float (*s)[4]) {
  * that this lane has, in which a bit for each eight. */
 template <int BLOCK, int OWN> struct kept_columns { static constexpr int bytes = OWN * BLOCK / 8; };
 
-/* By KEPT_WARPS warps, which take units of 32 queries and 64 keys in turn, from step to step: of the count-th step this is the warp-th. BATCH
- * calls at a time. */
+/* By KEPT_WARPS warps, as put_kept_rows; BATCH calls at a time. */
 template <int BLOCK, int OWN, int BATCH>
 INLINE void put_kept_columns(const attention_params &p, const dropout_state &s, uint32_t head, int query, int key,
-                             char *to, int warp, unsigned count) {
+                             char *to, int *unit) {
     constexpr int ACROSS = OWN / 64, UNITS = BLOCK / 32 * ACROSS;
-    const int lane = threadIdx.x % 32, begun = (int)(count % KEPT_WARPS) * UNITS % KEPT_WARPS;
+    const int lane = threadIdx.x % 32;
+    key = __shfl_sync(ALL_LANES, key, 0);
+    head = __shfl_sync(ALL_LANES, head, 0);
+    int which = __shfl_sync(ALL_LANES, *unit, 0);
 #pragma unroll 1
-    for (int unit = (warp + KEPT_WARPS - begun) % KEPT_WARPS; unit < UNITS; unit += KEPT_WARPS) {
-        const int row = unit / ACROSS * 32 + lane, group = unit % ACROSS;
-        const uint2 kept = make_kept<BATCH>(p, s, head, query + row, key + group * 64);
+    for (; which < UNITS; which += KEPT_WARPS) {
+        const int row = which / ACROSS * 32 + lane, group = which % ACROSS;
+        /* opaque: what is made of it alone would be kept from step to step, in memory */
+        const uint2 kept = make_kept<BATCH>(p, s, head, query + row, (int)opaque((uint32_t)(key + group * 64)));
         char *at = to + group * 8 * BLOCK + row % 8 / 2 * (BLOCK / 4) + row / 8 * 2 + row % 2;
 #pragma unroll
         for (int x = 0; x < 8; x++)
             at[x * BLOCK] = (char)((x < 4 ? kept.x : kept.y) >> x % 4 * 8);
     }
+    *unit = which - UNITS;
 }
 
 /* Of this lane's keys and its queries among the 16 from column x on: bits 2y and 2y + 1 of query y. A byte for each query has them at the same

@@ -51,15 +51,15 @@ INLINE void warpgroup_rows(float (*c)[4], uint32_t a, uint32_t b, bool adds = fa
 }
 
 /* c[N/8] += A·B over ROWS rows: A in registers, as pack_fragments gives it; B: N columns of a tile of B_ROWS rows, the first of
- * the ROWS at address b. Issued only. */
-template <typename T, int N, int ROWS, int B_ROWS>
+ * the ROWS at address b. A product has up to MOST columns. Issued only. */
+template <typename T, int N, int ROWS, int B_ROWS, int MOST = 256>
 INLINE void warpgroup_columns(float (*c)[4], const uint32_t (*a)[4], uint32_t b) {
-    constexpr int FIRST = N > 256 ? 192 : N, REST = N > 256 ? N - FIRST : N; /* a product has up to 256 columns */
+    constexpr int FIRST = N <= MOST ? N : MOST < 192 ? MOST : 192, REST = N > MOST ? N - FIRST : N;
     const uint64_t db = describe_columns<B_ROWS * 128>(b);
 #pragma unroll
     for (int s = 0; s < ROWS / 16; s++) {
         wgmma<T, FIRST, 1>::run(c, a[s], db + columns_step(s), 1);
-        if (N > 256)
+        if (N > MOST)
             wgmma<T, REST, 1>::run(c + FIRST / 8, a[s], db + (FIRST / 64 * B_ROWS * 128 >> 4) + columns_step(s), 1);
     }
 }

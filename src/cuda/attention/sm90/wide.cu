@@ -447,7 +447,8 @@ template <typename T, int D, int WITH> INLINE void attention_wide(const attentio
     const int group = __shfl_sync(ALL_LANES, (int)threadIdx.x / WARPGROUP, 0);
     if (group == 0) {
         registers_fewer<layout::ahead_registers>();
-        if (threadIdx.x < 32)
+        const unsigned thread = makes_ahead<WITH>() ? __shfl_sync(ALL_LANES, threadIdx.x, 0) : threadIdx.x;
+        if (thread < 32) /* as in attention_bwd */
             fetch_keys<T, D, BLOCK, WITH, layout, wide_places<layout>>(all, crew, shared, steps);
         else if (makes_ahead<WITH>())
             make_columns_ahead<BLOCK, OWN, 4, layout>(all.p, crew, smem, shared + layout::kept,
