@@ -72,8 +72,7 @@ INLINE kept_pair take_kept(const option_view &v, int group, uint32_t smem, unsig
     const char *from = (const char *)v.steps + (layout::kept - layout::steps) + slot * layout::kept_bytes;
     mbarrier_wait(smem + layout::kept_full + slot * 8, turn_of<FORWARD_KEPT_SLOTS>(n));
     const kept_pair kept = take_kept_rows<layout::rows, BLOCK>(from, group * 64);
-    __syncwarp();
-    release(smem + layout::kept_empty + slot * 8);
+    mbarrier_arrive(smem + layout::kept_empty + slot * 8); /* each lane: racecheck sees no other order */
     return kept;
 }
 
@@ -135,7 +134,7 @@ INLINE void pass_by_keys(const attention_params &p, uint32_t smem, int group, un
     }
     if (makes_ahead<FULL>()) {
         mbarrier_wait(smem + layout::kept_full + slot_of<FORWARD_KEPT_SLOTS>(n) * 8, turn_of<FORWARD_KEPT_SLOTS>(n));
-        release(smem + layout::kept_empty + slot_of<FORWARD_KEPT_SLOTS>(n) * 8);
+        mbarrier_arrive(smem + layout::kept_empty + slot_of<FORWARD_KEPT_SLOTS>(n) * 8);
     }
 }
 template <int D, int GROUPS, int BLOCK> INLINE void pass_by_values(uint32_t smem, int group, unsigned n) {
@@ -430,7 +429,7 @@ INLINE void attention_forward90(const attention_params_sm90 &all) {
         }
         for (int x = 0; makes_ahead<FULL>() && x < FORWARD_KEPT_SLOTS * 8; x += 8) {
             mbarrier_init(smem + layout::kept_full + x, WARPGROUP);
-            mbarrier_init(smem + layout::kept_empty + x, GROUPS * 4);
+            mbarrier_init(smem + layout::kept_empty + x, GROUPS * WARPGROUP);
         }
         mbarrier_init_fence();
     }
