@@ -441,6 +441,19 @@ static void test_dropout(void **state) {
     }
 }
 
+/* By itself, of more queries than a GPU's tile of them and a cut last tile of keys, at each head dim that Hopper has kernels for. */
+static void test_dropout_alone(void **state) {
+    (void)state;
+    static const int64_t dims[] = {64, 128, 160, 256};
+    for (size_t x = 0; x < COUNT(dims); x++) {
+        attention_case c = attention_case_of(1, 2, 1 + x % 2, 150, 261, dims[x], 0);
+        c.a.dropout = x % 2 ? 0.5 : 0.1;
+        c.a.seed = x;
+        c.a.mask = x ? HEDDLE_CAUSAL_BOTTOM_RIGHT : HEDDLE_MASK_NONE;
+        check_attention_dtypes(c);
+    }
+}
+
 /* With v = 1 and uniform weights, o is the share of kept keys over (1 - p): its mean is 1, its variance p / ((1 -
  * p) sk). */
 static void test_dropout_statistics(void **state) {
@@ -552,6 +565,7 @@ int main(void) {
         UNIT_TEST_OF_EACH_ISA(test_nan_query),
         cmocka_unit_test(test_sinks),
         cmocka_unit_test(test_dropout),
+        cmocka_unit_test(test_dropout_alone),
         UNIT_TEST_OF_EACH_ISA(test_dropout_statistics),
         cmocka_unit_test(test_weights),
         cmocka_unit_test(test_optional_tensors),
