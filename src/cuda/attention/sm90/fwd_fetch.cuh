@@ -282,7 +282,7 @@ INLINE void make_rows_ahead(const attention_params &p, uint32_t smem, char *kept
         for (int j0 = last_tile<BLOCK>(w.s); j0 >= begin; j0 -= BLOCK, n++) {
             const unsigned slot = slot_of<FORWARD_KEPT_SLOTS>(n);
             mbarrier_wait(smem + layout::kept_empty + slot * 8, turn_of<FORWARD_KEPT_SLOTS>(n) ^ 1);
-            put_kept_rows<layout::rows, BLOCK, 4>(p, state, head, w.row0, j0, kept + slot * layout::kept_bytes, &unit);
+            put_kept_rows<layout::rows, BLOCK>(p, state, head, w.row0, j0, kept + slot * layout::kept_bytes, &unit);
             mbarrier_arrive(smem + layout::kept_full + slot * 8);
         }
     }

@@ -32,8 +32,8 @@ INLINE uint2 make_kept(const attention_params &p, const dropout_state &s, uint32
 template <int ROWS, int BLOCK> struct kept_rows { static constexpr int bytes = ROWS * BLOCK / 8; };
 
 /* By so many warps, which take units of 32 queries and 64 keys in turn, from tile to tile. *unit: the next of this warp's, counted from this
- * tile's first. What all lanes share the compiler has to see to be the same: two rounds and the keys of all are then made once. */
-template <int ROWS, int BLOCK, int BATCH>
+ * tile's first. What all lanes share the compiler has to see to be the same: a round and a half and the keys of all are then made once. */
+template <int ROWS, int BLOCK>
 INLINE void put_kept_rows(const attention_params &p, const dropout_state &s, uint32_t head, int query, int key,
                           char *to, int *unit) {
     constexpr int UNITS = ROWS / 32 * (BLOCK / 64);
@@ -44,7 +44,7 @@ INLINE void put_kept_rows(const attention_params &p, const dropout_state &s, uin
 #pragma unroll 1
     for (; which < UNITS; which += FORWARD_KEPT_WARPS) {
         const int row = which % (ROWS / 32) * 32 + lane, part = which / (ROWS / 32);
-        *(uint2 *)(to + (part * ROWS + row) * 8) = make_kept<BATCH>(p, s, head, query + row, key + part * 64);
+        *(uint2 *)(to + (part * ROWS + row) * 8) = make_kept<4>(p, s, head, query + row, key + part * 64);
     }
     *unit = which - UNITS;
 }

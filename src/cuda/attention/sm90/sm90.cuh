@@ -54,7 +54,7 @@ INLINE void warpgroup_rows(float (*c)[4], uint32_t a, uint32_t b, bool adds = fa
  * the ROWS at address b. A product has up to MOST columns. Issued only. */
 template <typename T, int N, int ROWS, int B_ROWS, int MOST = 256>
 INLINE void warpgroup_columns(float (*c)[4], const uint32_t (*a)[4], uint32_t b) {
-    constexpr int FIRST = N <= MOST ? N : MOST < 192 ? MOST : 192, REST = N > MOST ? N - FIRST : N;
+    constexpr int FIRST = N > MOST ? 192 : N, REST = N > MOST ? N - FIRST : N;
     const uint64_t db = describe_columns<B_ROWS * 128>(b);
 #pragma unroll
     for (int s = 0; s < ROWS / 16; s++) {
