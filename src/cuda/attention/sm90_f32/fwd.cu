@@ -66,7 +66,7 @@ INLINE void split_scores(const float (*s)[4], split_weights *a) {
 
 INLINE split_info read_info(uint32_t at) {
     const uint4 r = load_shared16(at);
-    return {(int)r.x, __uint_as_float(r.y), {r.z, r.w}};
+    return {(int)r.x, (int)r.y, {r.z, r.w}};
 }
 
 /* Every lane arrives: each has read the tile's info. */
