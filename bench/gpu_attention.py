@@ -45,11 +45,25 @@ class Case:
     causal: bool
     dtype: torch.dtype = BF16
     dv: int = 0
-    option: str = "plain"
+    option: str = "plain"  # several are joined by +
     backward: bool = True
 
     def __post_init__(self):
         self.dv = self.dv or self.d
+
+    def options(self):
+        """Each of its options as a case of its own."""
+        return [dataclasses.replace(self, option=option) for option in self.option.split("+")]
+
+    def kinds(self):
+        return [option.split()[0] for option in self.option.split("+")]
+
+    def window(self):
+        """Keys that a window shows to the left of the diagonal; None: it has none."""
+        return next((int(each.option.split()[1]) for each in self.options() if each.option.startswith("window")), None)
+
+    def is_padded(self):
+        return bool({"padding", "lengths"} & {*self.option.split("+")})
 
     def name(self):
         heads = f"H{self.h}/{self.hk}"
@@ -61,10 +75,10 @@ class Case:
     def pairs(self):
         """Queries and keys that see each other, of one head of one sequence, on average."""
         s = self.sk
-        if self.option.startswith("window"):
-            left = min(s, int(self.option.split()[1]))
+        if self.window():
+            left = min(s, self.window())
             return s * left - left * left / 2
-        if self.option in ("padding", "lengths"):
+        if self.is_padded():
             return sum(n * n / 2 if self.causal else self.sq * n for n in padded_lengths(self)) / self.b
         if self.option == "documents":
             return sum(n * n for n in document_lengths(self)) / self.b * 0.5
@@ -77,10 +91,10 @@ class Case:
         up = lambda n: -(-n // TILE)  # noqa: E731
         below = lambda n: up(n) * (up(n) + 1) // 2  # noqa: E731
         s = up(self.sk)
-        if self.option.startswith("window"):
-            left = up(int(self.option.split()[1]))
+        if self.window():
+            left = up(self.window())
             return sum(min(left, t) + 1 for t in range(s))
-        if self.option in ("padding", "lengths"):
+        if self.is_padded():
             ends = lambda n: [n - self.sq + TILE * (t + 1) if self.causal else n for t in range(up(self.sq))]  # noqa: E731
             return sum(up(max(0, end)) for n in padded_lengths(self) for end in ends(n)) / self.b
         if self.option == "documents":
@@ -116,6 +130,8 @@ def tensors(c, generator):
 
 def option_inputs(c):
     """What heddle is called with, beside the plain tensors."""
+    if "+" in c.option:
+        return {name: x for each in c.options() for name, x in option_inputs(each).items()}
     device = dict(device="cuda")
     rows = torch.arange(c.sk, **device)
     kind = c.option.split()[0]
@@ -126,7 +142,7 @@ def option_inputs(c):
     if kind == "alibi":
         return {"alibi_slopes": 2.0 ** (-8.0 / c.h * torch.arange(1, c.h + 1, **device))}
     if kind == "window":
-        return {"window": (int(c.option.split()[1]), -1)}
+        return {"window": (c.window(), -1)}
     if kind == "sinks":
         return {"sinks": torch.randn(c.h, **device)}
     if kind == "lse":
@@ -171,6 +187,9 @@ def ours(lib, c, q, k, v, dout, inputs):
 
 def sdpa_arguments(c, inputs):
     """What PyTorch's scaled_dot_product_attention is to be called with; None: it has no such option."""
+    if "+" in c.option:
+        of_each = [sdpa_arguments(each, inputs) for each in c.options()]
+        return None if None in of_each else {name: x for each in of_each for name, x in each.items()}
     arguments = {"is_causal": c.causal, "enable_gqa": c.h != c.hk}
     kind = c.option.split()[0]
     if kind in ("plain", "deterministic"):
@@ -212,27 +231,27 @@ def sdpa_peer(c, backend, q, k, v, dout, arguments):
 
 def flex_peer(c, q, k, v, dout, inputs):
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-    kind, score, block = c.option.split()[0], None, None
-    if kind == "softcap":
+    kinds, score, block = c.kinds(), None, None
+    if not {*kinds} <= {"plain", "softcap", "alibi", "documents", "padding", "window", "bias", "dbias"}:
+        return None
+    if "softcap" in kinds:
         score = lambda s, b, h, i, j: 30.0 * torch.tanh(s / 30.0)
-    elif kind == "alibi":
+    elif "alibi" in kinds:
         slopes = inputs["alibi_slopes"]
         score = lambda s, b, h, i, j: s - slopes[h] * (i - j).abs()
-    elif kind == "documents":
+    if "documents" in kinds:
         ids = torch.repeat_interleave(torch.tensor(document_lengths(c), device="cuda")).view(-1)
         of = torch.arange(c.b, device="cuda")[:, None] * c.sq + torch.arange(c.sq, device="cuda")
         ids = ids[of]
-    elif kind == "padding":
+    elif "padding" in kinds:
         lengths = torch.tensor(padded_lengths(c), device="cuda")
-    elif kind not in ("plain", "window", "bias", "dbias"):
-        return None
-    if kind in ("bias", "dbias"):
+    if "bias" in kinds or "dbias" in kinds:
         bias = inputs["bias"]
         score = lambda s, b, h, i, j: s + bias[b, h, i, j]
-    rules = {"window": lambda b, h, i, j: (j <= i) & (j >= i - int(c.option.split()[1])),
+    rules = {"window": lambda b, h, i, j: (j <= i) & (j >= i - c.window()),
              "documents": lambda b, h, i, j: (j <= i) & (ids[b, i] == ids[b, j]),
              "padding": lambda b, h, i, j: j < lengths[b]}
-    rule = rules.get(kind, (lambda b, h, i, j: j <= i) if c.causal else None)
+    rule = next((rules[kind] for kind in kinds if kind in rules), (lambda b, h, i, j: j <= i) if c.causal else None)
     if rule is not None:
         block = create_block_mask(rule, c.b, None, c.sq, c.sk, device="cuda")
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
@@ -285,7 +304,7 @@ def measure(lib, clock, c, wanted, regimes, plain):
     beside = ready(lib, plain)[0] if plain else None
     peers = peers_of(c, wanted, q, k, v, dout, inputs)
     row = {"case": c.name(), "kernels": job.kernels, "workspace": job.workspaces}
-    if peers and c.option.split()[0] not in ("dropout", "documents"):
+    if peers and not {"dropout", "documents"} & {*c.kinds()}:
         theirs = next(iter(peers.values()))[2]
         row["differences"] = [difference(job.tensors[n], y) for n, y in zip(("o", "dq", "dk", "dv"), theirs)]
         if not max(row["differences"]) < TOLERANCE:
@@ -353,7 +372,8 @@ def shape_rows():
 OPTIONS = ((True, "softcap"), (True, "alibi"), (True, "window 512"), (True, "sinks"), (True, "lse"), (True, "lengths"),
            (True, "documents"), (True, "dropout"), (False, "dropout"), (False, "lengths"), (False, "padding"), (False, "dense"),
            (False, "blocks"), (False, "bias shared"), (False, "bias"), (False, "bias padding"), (False, "dbias shared"),
-           (False, "dbias"))
+           (False, "dbias"), (True, "window 512+softcap"), (False, "softcap+padding"), (False, "dropout+padding"),
+           (False, "dropout+bias shared"), (False, "dbias shared+padding"))
 
 
 FLOAT32_OPTIONS = ((True, "softcap"), (True, "alibi"), (True, "dropout"), (False, "dropout"), (False, "padding"),
@@ -375,7 +395,8 @@ def option_rows():
         for causal in (True, False):
             yield Case(4, h, h, 4096, 4096, d, causal), ["cudnn"]
             for of, option in OPTIONS:
-                if of == causal and option in ("softcap", "alibi", "dropout", "padding", "dense", "bias padding", "bias shared"):
+                if of == causal and option in ("softcap", "alibi", "dropout", "padding", "dense", "bias padding", "bias shared",
+                                                "dropout+padding"):
                     yield Case(4, h, h, 4096, 4096, d, causal, option=option), ["cudnn", "efficient", "fa2", "flex"]
     yield Case(1, 4, 4, 2048, 2048, 128, False), ["cudnn"]
     yield Case(1, 4, 4, 2048, 2048, 128, False, option="weights"), []

@@ -238,6 +238,10 @@ OPTIONS = {
     "c": ["softcap", "alibi", "window 512", "sinks", "lse", "lengths", "documents", "dropout"],
     "f": ["lengths", "padding", "dense", "blocks", "bias padding", "bias shared", "bias", "dbias shared", "dbias"],
 }
+SEVERAL = {
+    "c": ["window 512+softcap"],
+    "f": ["softcap+padding", "dropout+padding", "dropout+bias shared", "dbias shared+padding"],
+}
 WORDS = {
     "alibi": "ALiBi",
     "lse": "gradient of lse",
@@ -252,6 +256,11 @@ WORDS = {
     "dbias": "bias of [b, h, s, s] with its gradient",
     "dbias shared": "bias of [h, s, s] with its gradient",
     "window 512": "window of 512",
+    "window 512+softcap": "window of 512 and softcap",
+    "softcap+padding": "softcap and padding",
+    "dropout+padding": "dropout and padding",
+    "dropout+bias shared": "dropout and a bias of [h, s, s]",
+    "dbias shared+padding": "bias of [h, s, s] with its gradient, and padding",
 }
 MASKS = {"c": "causal", "f": "full"}
 
@@ -265,7 +274,7 @@ def options_table(base: str) -> str:
         "|" + "---|" * 6,
     ]
     for mask, options in OPTIONS.items():
-        for option in ("plain", *options):
+        for option in ("plain", *options, *SEVERAL[mask]):
             case = f"{base}{mask}-bfloat16" + ("" if option == "plain" else " " + option)
             if not (found := [row for row in rows if row["case"] == case]):
                 continue
