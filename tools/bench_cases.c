@@ -133,9 +133,10 @@ static int gpu_alone(heddle_dtype dtype, bench_case *out) {
     return n;
 }
 
-/* An option each at the head dim between those that have kernels for all. */
+/* An option each, and two, at the head dim between those whose forward has a kernel for all. */
 static int gpu_between(heddle_dtype dtype, bench_case *out) {
-    static const char *const options[] = {"softcap", "dropout", "padding", "bias shared", "bias of keys"};
+    static const char *const options[] = {"softcap",     "dropout",      "padding",
+                                          "bias shared", "bias of keys", "dense softcap"};
     int n = 0;
     for (size_t i = 0; i < sizeof options / sizeof *options; i++) {
         out[n] = gpu_case(dtype, 4096, 192, CAUSAL);

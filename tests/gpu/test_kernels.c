@@ -469,6 +469,10 @@ static void limited(void) {
     for (size_t x = 1; x < COUNT(limits); x++)
         MUST(blocks_of(pairs, HEDDLE_BACKWARD, limits[x][0], "heddle_attention_bwd_bf16_d256_lean_sm90") ==
              limits[x][1]);
+    heddle_attention hidden = pairs; /* what tiles cost is known to the device alone: a pair of blocks for each two */
+    hidden.features = HEDDLE_BOOL_MASK;
+    MUST(blocks_of(hidden, HEDDLE_BACKWARD, 101, "heddle_attention_bwd_bf16_d256_masked_sm90") == 100);
+    MUST(blocks_of(hidden, HEDDLE_BACKWARD, 0, "heddle_attention_bwd_bf16_d256_masked_sm90") == 2 * 2 * 16 * 16);
     /* One block cannot make dK and dV where each has blocks of its own. */
     MUST(blocks_of(pairs, HEDDLE_BACKWARD, 1, "heddle_attention_bwd_bf16_d256_lean_sm80") > 0);
     MUST(blocks_of(attention_desc(HEDDLE_BF16, 1, 3, 3, 200, 300, 160, 0), HEDDLE_BACKWARD, 0,
@@ -508,20 +512,23 @@ static void options_on_hopper(void) {
             a.dropout = rows[x].dropout;
             a.scale = rows[x].scale;
             const char *variant = rows[x].variant;
-            const bool narrow = d == 64 && !strcmp(variant, "masked"); /* queries have masks of their own */
-            const bool apart = d > 128 && !strcmp(variant, "full");
-            const int columns = apart ? 256 : d; /* full has no 192 */
+            const bool narrow = d == 64 && !strcmp(variant, "masked");         /* queries have masks of their own */
+            const int columns = d > 128 && !strcmp(variant, "full") ? 256 : d; /* forward's full has no 192 */
             snprintf(name, sizeof name, "fwd_f16_d%d_%s_sm90", columns, narrow ? "narrow" : variant);
             MUST(strstr(kernel_of(a, HEDDLE_FORWARD), name));
-            snprintf(name, sizeof name, "%s_f16_d%d_%s_sm90", apart ? "dkdv" : "bwd", columns, variant);
+            snprintf(name, sizeof name, "bwd_f16_d%d_%s_sm90", d, variant);
             MUST(strstr(kernel_of(a, HEDDLE_BACKWARD), name));
             MUST(run_attention(a, HEDDLE_FORWARD, 16, NULL) == HEDDLE_OK);
+            MUST(run_attention(a, HEDDLE_BACKWARD, 16, NULL) == HEDDLE_OK);
+            a.features |= HEDDLE_DETERMINISTIC;
+            snprintf(name, sizeof name, "dkdv_f16_d%d_full_sm90", d > 128 ? 256 : d);
+            MUST(strstr(kernel_of(a, HEDDLE_BACKWARD), name));
             MUST(run_attention(a, HEDDLE_BACKWARD, 16, NULL) == HEDDLE_OK);
         }
     /* dbias has an element for each score */
     MUST(fake_launches("heddle_attention_bwd_f16_d128_dbiased_sm90") == 1);
     MUST(fake_launches("heddle_attention_bwd_f16_d128_biased_sm90") == 0);
-    MUST(fake_launches("heddle_attention_seen_f16_d512_plain_sm80") == 8);
+    MUST(fake_launches("heddle_attention_seen_f16_d512_plain_sm80") == 12);
     for (int x = 0; x < 4; x++) { /* of float16's tanh little is left far below a cap */
         heddle_attention a = attention_desc(x < 2 ? HEDDLE_F16 : HEDDLE_BF16, 2, 16, 4, 4096, 4096, 128, 0);
         a.softcap = x % 2 ? 65 : 64;

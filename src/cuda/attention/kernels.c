@@ -44,7 +44,7 @@ static int shared_bytes_sm90(const kernel_row *k) {
                            : sm90_forward_bytes(k->dim, k->own, k->block);
     case PASS_bwd:
         if (sm90_is_pair(k->dim, k->own))
-            return sm90_pair_bytes();
+            return sm90_pair_bytes(has_options);
         if (k->dim > 128)
             return sm90_wide_bytes(k->dim) + SM90_WIDE_OPTIONS;
         return sm90_fused_bytes(k->dim, k->block, k->variant == VARIANT_long) +

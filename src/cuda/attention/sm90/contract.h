@@ -96,6 +96,9 @@ CONTRACT unsigned sm90_forward_pairs(unsigned units, unsigned tiles) {
 /* Numbers in a piece of the sums: 64 x 64. */
 #define SM90_PIECE 4096
 
+/* What kernels with options keep behind all else. */
+#define SM90_BACKWARD_OPTIONS 400
+
 /* Stages of Q and dO, where dK, dV and dQ are made at once. */
 #define SM90_FUSED_STAGES 3
 
@@ -108,7 +111,7 @@ CONTRACT int sm90_fused_bytes(int dim, int block, int is_long) {
            8 * (4 * SM90_FUSED_STAGES + 4 + 2 + 4);
 }
 
-/* The same for d over 128, where a block owns 64 keys and a step has 64 queries. */
+/* The same for d over 128 with dropout alone, where a block owns 64 keys and a step has 64 queries. */
 #define SM90_WIDE_STAGES 2
 
 /* K, V; stages of Q and dO with three numbers a row; P; dS twice; marks of keys; barriers: four for each stage, two of P, four of dS, two
@@ -119,7 +122,7 @@ CONTRACT int sm90_wide_bytes(int dim) {
            8 * (4 * SM90_WIDE_STAGES + 2 + 4 + 2);
 }
 
-/* The same without options, where a pair of blocks, a cluster, owns 128 keys: the first makes dV, the second dK, and each of dQ so many strips
+/* The same but for dropout alone, where a pair of blocks, a cluster, owns 128 keys: the first makes dV, the second dK, and each of dQ so many strips
  * of 64 columns. */
 #define SM90_PAIR_TILES (224 * 1024)
 #define SM90_PAIR_MOST_SLOTS 5 /* or numbers of a step would come while others of its place are read */
@@ -148,11 +151,11 @@ CONTRACT int sm90_pair_slots(int dim, int rank) {
 #define SM90_PAIR_STEP_BYTES 16
 #define SM90_PAIR_WORK_BYTES 104
 
-/* All of that; marks of keys; barriers: two for each slot, two of the block's own, four for what comes from the other, four of P. */
-CONTRACT int sm90_pair_bytes(void) {
+/* All of that; marks of keys; barriers: two for each slot, two of the block's own, four for what comes from the other, four of P; options. */
+CONTRACT int sm90_pair_bytes(int has_options) {
     return SM90_PAIR_TILES + SM90_PAIR_NUMBERS * 2 * 64 * 4 + SM90_OWN_ROWS * 4 +
            SM90_PAIR_TOLD * SM90_PAIR_STEP_BYTES + 2 * SM90_PAIR_WORK_BYTES +
-           8 * (2 * SM90_PAIR_MOST_SLOTS + 2 + 4 + 4);
+           8 * (2 * SM90_PAIR_MOST_SLOTS + 2 + 4 + 4) + (has_options ? SM90_BACKWARD_OPTIONS : 0);
 }
 
 /* Slots for tiles that stream, beside the block's own, where dK and dV, and dQ, have kernels of their own. */
@@ -210,10 +213,9 @@ CONTRACT int sm90_align(int bytes) {
     return (bytes + SM90_TILE_ALIGNMENT - 1) / SM90_TILE_ALIGNMENT * SM90_TILE_ALIGNMENT;
 }
 
-/* What the full kernels keep behind all else: forward, with two barriers for the bias of each warpgroup, and behind that the bias of a
- * tile; backward. */
+/* What the full kernels keep behind all else in forward, with two barriers for the bias of each warpgroup, and behind that the bias of a
+ * tile. */
 #define SM90_FORWARD_OPTIONS (160 + 3 * 16)
-#define SM90_BACKWARD_OPTIONS 400
 
 /* Of wide backward: that, and of dropout the bits of a step, with two barriers. */
 #define SM90_WIDE_OPTIONS (SM90_BACKWARD_OPTIONS + 64 * 64 / 8 + 2 * 8)

@@ -229,8 +229,9 @@ static void lay_out_fused(const attention_problem *p, attention_choice *c) {
     c->blocks = c->tiles_q * a->h * a->b;
     c->blocks_dkdv = fused_blocks(p, k, c->tiles_k * a->hk * a->b, c->tiles_k);
     if ((a->features & HEDDLE_BOOL_MASK) && !a->multiprocessors)
-        /* a block for each pair of tiles: what they cost is known to the device alone */
-        c->blocks_dkdv = max64(c->blocks_dkdv, ceil_div(c->tiles_k, 2) * a->hk * a->b);
+        /* a block, or a pair of them, for each two tiles: what they cost is known to the device alone */
+        c->blocks_dkdv =
+            max64(c->blocks_dkdv, (sm90_is_pair(k->dim, k->own) ? 2 : 1) * ceil_div(c->tiles_k, 2) * a->hk * a->b);
     place_map_of(p, c->bwd, true, c);
 }
 
@@ -318,7 +319,7 @@ static void add_maps(const attention_problem *p, const attention_choice *c, atte
     job->maps = 5;
 }
 
-/* biased takes boxes alone, but for wide backward, whose lanes read them: what the copy engine cannot fetch is the full kernel's, whose tiles are
+/* biased takes boxes alone, but for backward over d 128, whose lanes read them: what the copy engine cannot fetch is the full kernel's, whose tiles are
  * the same. */
 static int take_boxes(const attention_problem *p, const attention_job *job, int kernel) {
     const kernel_row *k = &heddle__cuda_attention_kernels[kernel];

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0
- * Attention backward for Hopper with an option, d or dv from 129 to 256: five products (without options: pair.cu).
+ * Attention backward for Hopper with dropout and no other option, d or dv from 129 to 256: five products (all else: pair.cu).
  *
  * The sums of dK and dV of 64 keys fill the registers of a warpgroup each. So the first has S, P and dV, the second dP, dS and dK; of dQ
  * each makes half of the columns. A block owns 64 keys and walks over the queries that see them, 64 at a time, head by head of the
@@ -17,8 +17,8 @@
 #define STAGES SM90_WIDE_STAGES
 
 /* Shared memory: K, V; stages of Q and dO; P; dS twice; base, rest and D for each row of a stage; marks of keys. */
-template <int COLUMNS, int WITH> struct layout_wide {
-    static constexpr int dim = COLUMNS, with = WITH;
+template <int COLUMNS> struct layout_wide {
+    static constexpr int dim = COLUMNS, with = WITH_DROPOUT;
     static constexpr int slot_bytes = tile90<dim, BLOCK>::bytes, own_bytes = tile90<dim, OWN>::bytes;
     static constexpr int slots = 2 * own_bytes, weights = slots + STAGES * 2 * slot_bytes;
     static constexpr int ds = weights + OWN * BLOCK * 4, ds_bytes = OWN * BLOCK * 2;
@@ -27,13 +27,12 @@ template <int COLUMNS, int WITH> struct layout_wide {
     static constexpr int weights_full = empty + STAGES * 16, weights_empty = weights_full + 8;
     static constexpr int ds_full = weights_empty + 8, ds_empty = ds_full + 16;
     static constexpr int own_full = ds_empty + 16, own_empty = own_full + 8;
-    static constexpr int kept_slots = 1, kept_bytes = kept_columns<BLOCK, OWN>::bytes; /* dropout: the bits of a step */
+    static constexpr int kept_slots = 1, kept_bytes = kept_columns<BLOCK, OWN>::bytes; /* the bits of a step */
     static constexpr int kept_full = own_empty + 8, kept_empty = kept_full + 8;
     static constexpr int steps = kept_empty + 8, kept = steps + SM90_BACKWARD_OPTIONS, bytes = kept + kept_bytes;
     static_assert(bytes == sm90_wide_bytes(dim) + SM90_WIDE_OPTIONS, "as the plan counts");
     /* Of a thread, together no more than the block was launched with: 168. */
-    static constexpr int ahead_registers = makes_ahead<WITH>() ? 40 : 24,
-                         work_registers = makes_ahead<WITH>() ? 232 : 240;
+    static constexpr int ahead_registers = 40, work_registers = 232;
     static_assert(bytes <= 227 * 1024, "more than a multiprocessor has");
 };
 
@@ -86,8 +85,6 @@ struct state {
     int i0;                         /* first query of the step */
     const key_options *steps, *now; /* of all, and of this one */
     int x;                          /* the head of `sum` */
-    key_bias bias;                  /* the same for all queries: of this lane's keys, in this step */
-    bool low;                       /* it masks one of the warp's */
 };
 
 template <typename layout> INLINE uint32_t full_barrier(const state &k, int which) {
@@ -109,14 +106,8 @@ template <typename T, typename layout> INLINE bool begin_step(const attention_pa
     k->now = k->steps + k->turn % KEY_STEPS;
     k->i0 = k->now->step & ~STEP_FLAGS;
     k->sum += k->sum ? (k->now->x - k->x) * sum_tiles(p) * 64 * layout::dim : 0;
-    if (layout::with & WITH_KEY_BIAS) {
-        k->bias = read_bias_of_keys<T>(*k->now, k->row0);
-        k->low = masks_any(k->bias);
-    }
     k->x = k->now->x;
-    const bool masked =
-        k->any_bad ||
-        (layout::with & WITH_KEY_BIAS ? k->low || (k->now->step & (STEP_BAND | STEP_DIRTY)) : k->now->step & STEP_CUT);
+    const bool masked = k->any_bad || (k->now->step & STEP_CUT);
     if (masked && (k->now->step & STEP_DIRTY))
         for (int which = 0; which < 2; which++) {
             mbarrier_wait(full_barrier<layout>(*k, which), k->r.turn);
@@ -175,26 +166,12 @@ template <typename T, typename layout> INLINE void issue_scores(const state &k, 
 /* Sᵀ -> Pᵀ. */
 template <typename T, typename layout>
 INLINE void weigh(const attention_params &p, const span &w, const state &k, float (*s)[4]) {
-    constexpr int WITH = layout::with;
     const float *row = row_numbers(k);
-    read_ahead<BLOCK> read;
     pin_all<BLOCK / 8>(s);
-    read_key_options<BLOCK, WITH>(p, *k.now, k.row0, &read);
-    float by = cap_and_slope_keys<T, BLOCK, WITH>(p, *k.now, k.row0, s);
-    bool low = false;
-    if (WITH & WITH_KEY_BIAS)
-        add_bias_of_keys<BLOCK>(k.bias, by, s);
-    if (WITH & WITH_BIAS)
-        low = add_key_biases<T, BLOCK>(p, *k.now, k.row0, by, s);
-    if (WITH & (WITH_BIAS | WITH_KEY_BIAS))
-        by = 1.0f;
     if ((k.now->step & STEP_BAND) || has_rest<BLOCK>(row))
-        key_weights<true, BLOCK>(p.scale_log2, w, k.row0, k.i0, row, s, by);
+        key_weights<true, BLOCK>(p.scale_log2, w, k.row0, k.i0, row, s, p.score_out);
     else
-        key_weights<false, BLOCK>(p.scale_log2, w, k.row0, k.i0, row, s, by);
-    hide_keys<T, BLOCK, WITH>(p, *k.now, k.row0, low, read, s);
-    if ((WITH & WITH_KEY_BIAS) && k.low)
-        hide_bias_of_keys<BLOCK>(k.bias, s);
+        key_weights<false, BLOCK>(p.scale_log2, w, k.row0, k.i0, row, s, p.score_out);
     if (k.any_bad) {
         const float *marks = k.marks + fragment_row();
 #pragma unroll
@@ -217,18 +194,16 @@ template <typename layout> INLINE void put_weights(const state &k, const float (
     release_each(k.smem + layout::weights_full);
 }
 
-/* With dropout the bits of the step's part x, of 16 queries; once they are there, and until all of them have been taken. */
+/* The bits of the step's part x, of 16 queries; once they are there, and until all of them have been taken. */
 template <typename layout> INLINE void await_kept(const state &k) {
-    if (makes_ahead<layout::with>())
-        mbarrier_wait(k.smem + layout::kept_full, (int)(k.turn & 1));
+    mbarrier_wait(k.smem + layout::kept_full, (int)(k.turn & 1));
 }
 template <typename layout> INLINE uint32_t take_kept(const state &k, int x) {
     const char *from = (const char *)k.numbers + (layout::kept - layout::numbers);
     return take_kept_columns<BLOCK>(from, 0, x * 16);
 }
 template <typename layout> INLINE void release_kept(const state &k) {
-    if (makes_ahead<layout::with>())
-        mbarrier_arrive(k.smem + layout::kept_empty);
+    mbarrier_arrive(k.smem + layout::kept_empty);
 }
 
 /* P of what is kept as an operand. */
@@ -236,7 +211,7 @@ template <typename T, typename layout> INLINE void pack_weights(const state &k, 
     await_kept<layout>(k);
     const float none = __uint_as_float(opaque(0)); /* as in dropped_key_gradients */
 #pragma unroll
-    for (int x = 0; x < BLOCK / 16 && makes_ahead<layout::with>(); x++) {
+    for (int x = 0; x < BLOCK / 16; x++) {
         const uint32_t kept = take_kept<layout>(k, x);
 #pragma unroll
         for (int y = 0; y < 2; y++)
@@ -315,13 +290,8 @@ INLINE void apply_weights(const attention_params &p, const state &k, float (*dp)
             s[y][2] = __uint_as_float(weight.z);
             s[y][3] = __uint_as_float(weight.w);
         }
-        if (makes_ahead<layout::with>())
-            dropped_key_gradients<MASKED>(take_kept<layout>(k, x), p.keep_scale, row + x * 16, row + 2 * BLOCK + x * 16,
-                                          s, dp + 2 * x);
-        else
-            key_gradients<MASKED, true, 16>(row + x * 16, row + 2 * BLOCK + x * 16, s, dp + 2 * x);
-        if (has_cap<layout::with>(p))
-            cap_key_gradients(p, row + x * 16, row + BLOCK + x * 16, s, dp + 2 * x);
+        dropped_key_gradients<MASKED>(take_kept<layout>(k, x), p.keep_scale, row + x * 16, row + 2 * BLOCK + x * 16, s,
+                                      dp + 2 * x);
     }
 }
 
@@ -409,7 +379,7 @@ INLINE void work(const attention_params &p, const crew &crew, char *shared, int 
     for (unsigned turn = 0; find_keys<BLOCK, layout::with, OWN>(p, crew, turn, &w); turn++) {
         float sum[D / 8][4];
         zero_all<D / 8>(sum);
-        if (has_steps<T, layout::with, OWN>(p, w)) {
+        if (w.steps) {
             k.sum = p.dq_sum ? p.dq_sum + sum_tile(p, w.c, w.y * p.group) * 64 * D + threadIdx.x % WARPGROUP * 4 : NULL;
             k.x = w.y * p.group;
             k.row0 = w.key0 + fragment_row();
@@ -435,22 +405,20 @@ INLINE void work(const attention_params &p, const crew &crew, char *shared, int 
     }
 }
 
-template <typename T, int D, int WITH> INLINE void attention_wide(const attention_params_sm90 &all) {
-    typedef layout_wide<D, WITH> layout;
+template <typename T, int D> INLINE void attention_wide(const attention_params_sm90 &all) {
+    typedef layout_wide<D> layout;
     extern __shared__ __align__(1024) char shared[];
     key_options *const steps = (key_options *)(shared + layout::steps);
     const uint32_t smem = shared_address(shared);
     const crew crew = {blockIdx.x, gridDim.x};
-    if (makes_ahead<WITH>())
-        put_dropout(all.p, steps + KEY_STEPS);
+    put_dropout(all.p, steps + KEY_STEPS);
     make_barriers<layout>(smem);
     const int group = __shfl_sync(ALL_LANES, (int)threadIdx.x / WARPGROUP, 0);
     if (group == 0) {
         registers_fewer<layout::ahead_registers>();
-        const unsigned thread = makes_ahead<WITH>() ? __shfl_sync(ALL_LANES, threadIdx.x, 0) : threadIdx.x;
-        if (thread < 32) /* as in attention_bwd */
-            fetch_keys<T, D, BLOCK, WITH, layout, wide_places<layout>>(all, crew, shared, steps);
-        else if (makes_ahead<WITH>())
+        if (__shfl_sync(ALL_LANES, threadIdx.x, 0) < 32) /* as in attention_bwd */
+            fetch_keys<T, D, BLOCK, layout::with, layout, wide_places<layout>>(all, crew, shared, steps);
+        else
             make_columns_ahead<BLOCK, OWN, 4, layout>(all.p, crew, smem, shared + layout::kept,
                                                       *(const dropout_state *)(steps + KEY_STEPS));
     } else {
@@ -459,16 +427,11 @@ template <typename T, int D, int WITH> INLINE void attention_wide(const attentio
     }
 }
 
-#define with_capped (WITH_CAP | WITH_SLOPES)
-#define with_masked WITH_MASK
-#define with_biased WITH_BIAS
-#define with_keyed WITH_KEY_BIAS
-#define with_dropped WITH_DROPOUT
 #define K(pass, dtype, dim, variant, family, warps, own, block, module)                                                \
     static_assert(own == OWN && block == BLOCK, "as the list has it");                                                 \
     extern "C" __global__ void __launch_bounds__(warps * 32, 1)                                                        \
         heddle_attention_##pass##_##dtype##_d##dim##_##variant##_##family(                                             \
             const __grid_constant__ attention_params_sm90 all) {                                                       \
         wait_for_earlier_grid();                                                                                       \
-        attention_wide<dtype, dim, with_##variant>(all);                                                               \
+        attention_wide<dtype, dim>(all);                                                                               \
     }
