@@ -311,6 +311,26 @@ static void test_biases(void **state) {
     }
 }
 
+/* The gradient of a bias with a mask, in more tiles than there are multiprocessors, which take one after the other; alone, too. */
+static void test_dbias(void **state) {
+    const int64_t b = 2, h = 16;
+    static const int64_t sizes[][3] = {{300, 520, 64}, {260, 390, 128}, {330, 450, 256}, {140, 270, 160}};
+    for (int x = 0; x < 12; x++) {
+        const int64_t sq = sizes[x % 4][0], sk = (sizes[x % 4][1] + 7) / 8 * 8, shapes = x % 3;
+        attention_case c = make_case(type_of(state, (size_t)(x / 2)), b, h, x % 5 ? h : 4, sq, sk, sizes[x % 4][2], 0);
+        c.a.features = HEDDLE_BIAS | (x % 6 ? HEDDLE_BOOL_MASK : 0);
+        c.a.bias_stride = c.a.dbias_stride = shapes == 0   ? (heddle_strides){0, sq * sk, sk}
+                                             : shapes == 1 ? (heddle_strides){h * sk, sk, 0}
+                                                           : (heddle_strides){sq * sk, 0, sk};
+        c.a.bool_mask_stride = x % 2 ? (heddle_strides){sk, 0, 0} : (heddle_strides){sq * sk, 0, sk};
+        c.mask_tiles = x % 4 == 3 ? 0 : 128;
+        c.a.mask = (heddle_mask)(x / 2 % 3);
+        c.skip = x % 3 == 1 ? 0 : 1u << T_DQ | 1u << T_DK | 1u << T_DV;
+        expect_family(&c, "sm90");
+        check_attention(&c);
+    }
+}
+
 /* Padding, tiles, single elements; for all queries, heads or batches the same, or not. */
 static void test_bool_masks(void **state) {
     const int64_t b = 2, h = 4;
@@ -519,6 +539,7 @@ int main(void) {
         BOTH(test_lengths),
         BOTH(test_scores),
         BOTH(test_biases),
+        BOTH(test_dbias),
         BOTH(test_bool_masks),
         IN(bits16, test_dropout),
         BOTH(test_layouts),

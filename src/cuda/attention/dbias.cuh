@@ -13,13 +13,21 @@ struct dbias_work {
     place c;
 };
 
-template <int ROWS, int BLOCK> INLINE dbias_work find_sums(const attention_params &p) {
+/* Of so many tiles of dbias. */
+template <int ROWS, int BLOCK> INLINE unsigned count_sums(const attention_params &p) {
+    const heddle_strides &s = p.a.dbias_stride;
+    return (unsigned)((p.a.sk + BLOCK - 1) / BLOCK) * (s.s ? (unsigned)((p.a.sq + ROWS - 1) / ROWS) : 1) *
+           (s.h ? (unsigned)p.a.h : 1) * (s.b ? (unsigned)p.a.b : 1);
+}
+
+/* The index-th of them. */
+template <int ROWS, int BLOCK> INLINE dbias_work find_sums(const attention_params &p, unsigned index) {
     const heddle_strides &s = p.a.dbias_stride;
     const unsigned across = (unsigned)((p.a.sk + BLOCK - 1) / BLOCK);
     const unsigned down = s.s ? (unsigned)((p.a.sq + ROWS - 1) / ROWS) : 1, heads = s.h ? (unsigned)p.a.h : 1;
-    const unsigned tile = blockIdx.x / across % down, unit = blockIdx.x / across / down;
+    const unsigned tile = index / across % down, unit = index / across / down;
     dbias_work w;
-    w.key0 = (int)(blockIdx.x % across) * BLOCK;
+    w.key0 = (int)(index % across) * BLOCK;
     w.first_row = s.s ? (int)tile * ROWS : 0;
     w.last_row = s.s ? w.first_row + 1 : (int)p.a.sq;
     w.first_x = s.h ? (int)(unit % heads) : 0;
@@ -39,6 +47,14 @@ template <int ROWS, int BLOCK> INLINE bool is_seen(const dbias_work &w) {
     return last >= w.row0 && last_key >= w.key0 && w.key0 <= last + w.c.hi && last_key >= w.row0 + w.c.lo;
 }
 
+/* To sequence n; much less is to be done where all have the same lengths. */
+INLINE void move_to(const attention_params &p, int n, place *c) {
+    if (p.a.features & (HEDDLE_VARLEN | HEDDLE_SEQLENS))
+        *c = find_place(p, n);
+    else
+        c->n = n;
+}
+
 /* The next that is not empty, or this one; false: there is none. */
 template <int ROWS, int BLOCK> INLINE bool seek(const attention_params &p, dbias_work *w, bool next) {
     for (;; next = true) {
@@ -50,7 +66,7 @@ template <int ROWS, int BLOCK> INLINE bool seek(const attention_params &p, dbias
                     w->x = w->first_x;
                     if (++w->n == w->last_n)
                         return false;
-                    w->c = find_place(p, w->n);
+                    move_to(p, w->n, &w->c);
                 }
             }
         }

@@ -421,12 +421,15 @@ void heddle__cuda_add_dkdv_and_dq(const attention_choice *c, attention_job *job)
 }
 
 /* A block for each tile. */
-void heddle__cuda_add_dbias(const attention_problem *p, const attention_choice *c, attention_job *job) {
+int64_t heddle__cuda_dbias_tiles(const attention_problem *p, const attention_choice *c) {
     const heddle_strides s = p->a->dbias_stride;
     const kernel_row *k = &heddle__cuda_attention_kernels[c->dbias];
-    heddle__cuda_add_launch(job, c->dbias,
-                            ceil_div(p->a->sk, k->block) * (s.s ? ceil_div(p->a->sq, k->own) : 1) *
-                                (s.h ? p->a->h : 1) * (s.b ? p->a->b : 1));
+    return ceil_div(p->a->sk, k->block) * (s.s ? ceil_div(p->a->sq, k->own) : 1) * (s.h ? p->a->h : 1) *
+           (s.b ? p->a->b : 1);
+}
+
+void heddle__cuda_add_dbias(const attention_problem *p, const attention_choice *c, attention_job *job) {
+    heddle__cuda_add_launch(job, c->dbias, heddle__cuda_dbias_tiles(p, c));
 }
 
 /* By tensor cores, whichever family has made o; from pages, and of keys of 8 bits, by the plain kernel. */

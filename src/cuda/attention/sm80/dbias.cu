@@ -128,7 +128,7 @@ template <typename T, int D, int WARPS, int BLOCK> INLINE void attention_dbias(c
     constexpr bool APART = sizeof(T) == 4;
     extern __shared__ __align__(16) char shared[];
     const uint32_t at = shared_address(shared);
-    const dbias_work first = find_sums<layout::rows, BLOCK>(p);
+    const dbias_work first = find_sums<layout::rows, BLOCK>(p, blockIdx.x);
     const dropout_state dropout = make_dropout(p);
     dbias_work w = first;
     float sum[BLOCK / 8][4] = {}, total[APART ? BLOCK / 8 : 1][4] = {};

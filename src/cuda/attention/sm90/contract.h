@@ -236,7 +236,10 @@ CONTRACT int sm90_forward_full_bytes(int dim, int own, int block) {
            own / 64 * (block / 64) * SM90_BIAS_BOX;
 }
 
-/* The gradient of a bias: slots of the block's queries and keys; sums of eight warps, barriers: two for each slot. */
+/* The gradient of a bias: slots of the block's queries and keys; the bias of a tile, in boxes, which has room for the sums of eight warps, too;
+ * three numbers of each query of a step; what is told of so many steps; barriers: two for each slot, two for each that is told of, three. */
+#define SM90_DBIAS_TOLD 2
+#define SM90_DBIAS_TOLD_BYTES 160
 CONTRACT int sm90_dbias_slot_bytes(int dim, int block) {
     return (SM90_OWN_ROWS + block) * sm90_columns(dim) * 2;
 }
@@ -244,7 +247,9 @@ CONTRACT int sm90_dbias_slots(int dim, int block) {
     return 192 * 1024 / sm90_dbias_slot_bytes(dim, block);
 }
 CONTRACT int sm90_dbias_bytes(int dim, int block) {
-    return sm90_dbias_slots(dim, block) * (sm90_dbias_slot_bytes(dim, block) + 2 * 8) + 8 * block * 4;
+    return sm90_dbias_slots(dim, block) * (sm90_dbias_slot_bytes(dim, block) + 2 * 8) +
+           SM90_OWN_ROWS / 64 * (block / 64) * SM90_BIAS_BOX + 3 * SM90_OWN_ROWS * 4 +
+           SM90_DBIAS_TOLD * (SM90_DBIAS_TOLD_BYTES + 2 * 8) + 3 * 8;
 }
 
 #endif

@@ -363,15 +363,15 @@ static void launch(const attention_problem *p, const attention_choice *c, attent
         return;
     }
     heddle__cuda_add_prep(p, c, job);
-    if (t->dk || t->dv || t->dq)
+    if (t->dk || t->dv || t->dq || t->dbias)
         heddle__cuda_add_mask(p, c, job);
     bool given = false;
     if (c->bwd < 0)
         heddle__cuda_add_dkdv_and_dq(c, job);
     else
         given = add_fused(p, c, job);
-    if (t->dbias && c->dbias >= 0 && !given)
-        heddle__cuda_add_dbias(p, c, job);
+    if (t->dbias && c->dbias >= 0 && !given) /* blocks take tile after tile */
+        heddle__cuda_add_launch(job, c->dbias, min64(heddle__cuda_dbias_tiles(p, c), p->device->multiprocessors));
 }
 
 const attention_family heddle__attention_sm90 = {

@@ -27,7 +27,7 @@ template <int D> struct layout_dbias {
 template <int D> INLINE void fetch_dbias(const attention_params &p, uint32_t smem) {
     typedef layout_dbias<D> layout;
     ring r = {0, 0};
-    dbias_work w = find_sums<OWN_ROWS, BLOCK>(p);
+    dbias_work w = find_sums<OWN_ROWS, BLOCK>(p, blockIdx.x);
     for (bool more = seek<OWN_ROWS, BLOCK>(p, &w, false); more; more = seek<OWN_ROWS, BLOCK>(p, &w, true)) {
         const int count = min(2, (w.c.sq - w.row0 + BLOCK - 1) / BLOCK);
         const int64_t own = split_tile(p, w.c, false, w.x, w.row0 / BLOCK);
@@ -120,7 +120,7 @@ INLINE void add_gradients(const attention_params &p, const dbias_work &w, int ro
 template <int D> INLINE void sum_dbias(const attention_params &p, uint32_t smem, int group, float (*sum)[4]) {
     typedef layout_dbias<D> layout;
     ring r = {0, 0};
-    dbias_work w = find_sums<OWN_ROWS, BLOCK>(p);
+    dbias_work w = find_sums<OWN_ROWS, BLOCK>(p, blockIdx.x);
     float part[BLOCK / 8][4];
     int step = 0;
     zero_all<BLOCK / 8>(part);
@@ -168,7 +168,7 @@ template <int D> INLINE void sum_dbias(const attention_params &p, uint32_t smem,
 
 /* Each element, or sums over all queries. */
 INLINE void store_dbias(const attention_params &p, int group, float *sums, float (*sum)[4]) {
-    const dbias_work w = find_sums<OWN_ROWS, BLOCK>(p);
+    const dbias_work w = find_sums<OWN_ROWS, BLOCK>(p, blockIdx.x);
     float *const to = (float *)p.t.dbias + row_at(p.a.dbias_stride, w.first_n, w.first_x, 0) + w.key0;
     const int keys = (int)p.a.sk - w.key0;
     if (p.a.dbias_stride.s) {
