@@ -5,6 +5,7 @@
 #define HEDDLE_CUDA_ATTENTION_DBIAS_CUH
 
 #include "cuda/attention/common.cuh"
+#include "cuda/attention/dbias.h"
 
 /* What a block owns, and where it is in what it sums over. */
 struct dbias_work {
@@ -13,14 +14,7 @@ struct dbias_work {
     place c;
 };
 
-/* Of so many tiles of dbias. */
-template <int ROWS, int BLOCK> INLINE unsigned count_sums(const attention_params &p) {
-    const heddle_strides &s = p.a.dbias_stride;
-    return (unsigned)((p.a.sk + BLOCK - 1) / BLOCK) * (s.s ? (unsigned)((p.a.sq + ROWS - 1) / ROWS) : 1) *
-           (s.h ? (unsigned)p.a.h : 1) * (s.b ? (unsigned)p.a.b : 1);
-}
-
-/* The index-th of them. */
+/* The index-th of all tiles. */
 template <int ROWS, int BLOCK> INLINE dbias_work find_sums(const attention_params &p, unsigned index) {
     const heddle_strides &s = p.a.dbias_stride;
     const unsigned across = (unsigned)((p.a.sk + BLOCK - 1) / BLOCK);

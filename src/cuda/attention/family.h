@@ -162,8 +162,7 @@ void heddle__cuda_add_prep(const attention_problem *p, const attention_choice *c
 /* dkdv and dq, as far as they are wanted. */
 void heddle__cuda_add_dkdv_and_dq(const attention_choice *c, attention_job *job);
 
-/* dbias by the kernel that the family has for it: how many tiles that divides it into; with a block for each. */
-int64_t heddle__cuda_dbias_tiles(const attention_problem *p, const attention_choice *c);
-void heddle__cuda_add_dbias(const attention_problem *p, const attention_choice *c, attention_job *job);
+/* dbias by the kernel that the family has for it: a block for each tile, or `most` that take tile after tile. */
+void heddle__cuda_add_dbias(const attention_problem *p, const attention_choice *c, int64_t most, attention_job *job);
 
 #endif

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0
  * The plan of attention on CUDA: which family takes a problem; its parameters; the launches that families share. Pure. */
+#include "cuda/attention/dbias.h"
 #include "cuda/attention/family.h"
 #include "cuda/attention/plain/contract.h"
 #include "dtype.h"
@@ -420,16 +421,9 @@ void heddle__cuda_add_dkdv_and_dq(const attention_choice *c, attention_job *job)
         heddle__cuda_add_launch(job, c->dq, c->blocks);
 }
 
-/* A block for each tile. */
-int64_t heddle__cuda_dbias_tiles(const attention_problem *p, const attention_choice *c) {
-    const heddle_strides s = p->a->dbias_stride;
+void heddle__cuda_add_dbias(const attention_problem *p, const attention_choice *c, int64_t most, attention_job *job) {
     const kernel_row *k = &heddle__cuda_attention_kernels[c->dbias];
-    return ceil_div(p->a->sk, k->block) * (s.s ? ceil_div(p->a->sq, k->own) : 1) * (s.h ? p->a->h : 1) *
-           (s.b ? p->a->b : 1);
-}
-
-void heddle__cuda_add_dbias(const attention_problem *p, const attention_choice *c, attention_job *job) {
-    heddle__cuda_add_launch(job, c->dbias, heddle__cuda_dbias_tiles(p, c));
+    heddle__cuda_add_launch(job, c->dbias, min64(dbias_tiles(p->a, k->own, k->block), most));
 }
 
 /* By tensor cores, whichever family has made o; from pages, and of keys of 8 bits, by the plain kernel. */

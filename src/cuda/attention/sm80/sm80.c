@@ -261,7 +261,7 @@ static void launch(const attention_problem *p, const attention_choice *c, attent
     if (c->bwd < 0) {
         heddle__cuda_add_dkdv_and_dq(c, job);
         if (job->params.p.t.dbias && c->dbias >= 0)
-            heddle__cuda_add_dbias(p, c, job);
+            heddle__cuda_add_dbias(p, c, INT64_MAX, job);
         return;
     }
     const kernel_data *t = &job->params.p.t;
@@ -271,7 +271,7 @@ static void launch(const attention_problem *p, const attention_choice *c, attent
     if (t->dq)
         heddle__cuda_add_launch(job, c->gather, c->blocks);
     if (t->dbias && c->dbias >= 0 && !(wanted && sm80_gives_dbias(a, t->dbias)))
-        heddle__cuda_add_dbias(p, c, job);
+        heddle__cuda_add_dbias(p, c, INT64_MAX, job);
 }
 
 const attention_family heddle__attention_sm80 = {takes, heddle__cuda_tensor_core_time, lay_out, launch, 0, true, true};

@@ -89,7 +89,7 @@ INLINE void fetch_boxes(const attention_params_sm90 &all, const dbias_work &w, u
 template <int D, int BLOCK> INLINE void fetch_dbias(const attention_params_sm90 &all, uint32_t smem) {
     typedef layout_dbias<D, BLOCK> layout;
     const attention_params &p = all.p;
-    const unsigned tiles = count_sums<OWN_ROWS, BLOCK>(p);
+    const unsigned tiles = (unsigned)dbias_tiles(&p.a, OWN_ROWS, BLOCK);
     ring r = {0, 0};
     unsigned count = 0;
     for (unsigned tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
@@ -145,7 +145,7 @@ INLINE void tell_step(const attention_params &p, char *shared, const dbias_work 
 /* All steps of all tiles, and that there are no more. A warp. */
 template <typename T, int D, int BLOCK> INLINE void tell_dbias(const attention_params &p, char *shared) {
     typedef layout_dbias<D, BLOCK> layout;
-    const unsigned tiles = count_sums<OWN_ROWS, BLOCK>(p);
+    const unsigned tiles = (unsigned)dbias_tiles(&p.a, OWN_ROWS, BLOCK);
     unsigned step = 0;
     dbias_work w;
     for (unsigned tile = blockIdx.x; tile < tiles; tile += gridDim.x) {

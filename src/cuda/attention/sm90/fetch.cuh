@@ -84,6 +84,17 @@ template <int BLOCK> INLINE key_walk place_in(const key_window &at) {
     return {at.x, at.i0 + (__ffs((int)at.seen) - 1) * BLOCK};
 }
 
+/* The next step of a window that has one, which goes on behind it. Returns what is to be said of it. */
+template <int BLOCK>
+INLINE int take_step(const attention_params &p, const key_work &w, key_window *window, key_walk *at) {
+    *at = place_in<BLOCK>(*window);
+    const int step = __shfl_sync(ALL_LANES, window->step, __ffs((int)window->seen) - 1);
+    window->seen &= window->seen - 1;
+    if (!window->seen)
+        *window = next_window<BLOCK>(p, w, *window);
+    return step | (window->seen ? 0 : STEP_LAST);
+}
+
 /* full: the steps of a tile of keys, without those in which no query sees a key: told, and sent for. */
 template <typename T, int D, int BLOCK, int FULL, typename places>
 INLINE void fetch_seen(const attention_params_sm90 &all, const key_work &w, uint32_t smem, int n, key_options *steps,
@@ -93,13 +104,8 @@ INLINE void fetch_seen(const attention_params_sm90 &all, const key_work &w, uint
     key_window window = first_window<BLOCK>(p, w);
 #pragma unroll 1
     while (window.seen) {
-        const key_walk at = place_in<BLOCK>(window);
-        int step = __shfl_sync(ALL_LANES, window.step, __ffs((int)window.seen) - 1);
-        window.seen &= window.seen - 1;
-        if (!window.seen)
-            window = next_window<BLOCK>(p, w, window);
-        if (!window.seen)
-            step |= STEP_LAST;
+        key_walk at;
+        const int step = take_step<BLOCK>(p, w, &window, &at);
         const bool boxes = places::has_boxes && (p.vectors & VECTOR_BIAS_BOXES);
         if (lane == 0) /* nobody has use any more for what was told KEY_STEPS before, as the places are fewer */
             steps[*count % KEY_STEPS] = find_key_options<FULL>(p, w.c, at.x, step, sizeof(T));

@@ -114,16 +114,6 @@ INLINE void fetch_step(const attention_params_sm90 &all, uint32_t smem, int row,
     }
 }
 
-/* The next step of a window that has one, which goes on behind it. Returns its flags. */
-INLINE int take_step(const attention_params &p, const key_work &w, key_window *window, key_walk *at) {
-    *at = place_in<BLOCK>(*window);
-    const int step = __shfl_sync(ALL_LANES, window->step, __ffs((int)window->seen) - 1) & STEP_FLAGS;
-    window->seen &= window->seen - 1;
-    if (!window->seen)
-        *window = next_window<BLOCK>(p, w, *window);
-    return step | (window->seen ? 0 : STEP_LAST);
-}
-
 /* Does a mask say which steps there are? Then a warp finds them; else all are. */
 template <typename layout> INLINE constexpr bool seeks_steps(void) {
     return (layout::with & WITH_MASK) != 0;
@@ -153,7 +143,7 @@ INLINE void fetch_tiles(const attention_params_sm90 &all, const crew &crew, uint
 #pragma unroll 1
         for (int left = w.steps; SEEKS ? window.seen != 0 : left > 0; left--) {
             if (SEEKS)
-                take_step(p, w, &window, &at);
+                take_step<BLOCK>(p, w, &window, &at);
             if (PREFETCHES)
                 prefetch_step<T, BLOCK>(p, w, at);
             if (sends)
@@ -212,7 +202,7 @@ INLINE void tell_asked(const attention_params &p, const key_work &w, key_window 
                        ring *r) {
     key_walk at;
     for (; window.seen; ++*step) {
-        const int flags = take_step(p, w, &window, &at);
+        const int flags = take_step<BLOCK>(p, w, &window, &at) & STEP_FLAGS;
         tell_step<T, layout>(p, w, shared, *step, at, flags, lse_at(p, w.c, at.x, at.i0),
                              find_sum<layout>(p, w, at.x, at.i0), r);
     }

@@ -370,8 +370,8 @@ static void launch(const attention_problem *p, const attention_choice *c, attent
         heddle__cuda_add_dkdv_and_dq(c, job);
     else
         given = add_fused(p, c, job);
-    if (t->dbias && c->dbias >= 0 && !given) /* blocks take tile after tile */
-        heddle__cuda_add_launch(job, c->dbias, min64(heddle__cuda_dbias_tiles(p, c), p->device->multiprocessors));
+    if (t->dbias && c->dbias >= 0 && !given)
+        heddle__cuda_add_dbias(p, c, p->device->multiprocessors, job);
 }
 
 const attention_family heddle__attention_sm90 = {

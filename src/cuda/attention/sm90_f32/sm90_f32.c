@@ -138,7 +138,7 @@ static void launch(const attention_problem *p, const attention_choice *c, attent
                             ceil_div(c->blocks, clamp64(c->blocks / (2 * p->device->multiprocessors), 1, 12)));
     heddle__cuda_add_dkdv_and_dq(c, job);
     if (job->params.p.t.dbias && c->dbias >= 0)
-        heddle__cuda_add_dbias(p, c, job);
+        heddle__cuda_add_dbias(p, c, INT64_MAX, job);
     if (c->few_prep >= 0)
         add_few_backward(p, c, job);
 }
