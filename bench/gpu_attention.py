@@ -391,7 +391,7 @@ def option_rows():
                 for of, option in OPTIONS:
                     if of == causal and (s < 16384 or "bias" not in option):
                         yield Case(b, h, h, s, s, d, causal, option=option), ["cudnn", "efficient", "fa2", "flex"]
-    for d, h in ((160, 12), (192, 10)):  # between the head dims that have a kernel for several options at once
+    for d, h in ((160, 12), (192, 10)):  # where forward has no kernel for several options at once
         for causal in (True, False):
             yield Case(4, h, h, 4096, 4096, d, causal), ["cudnn"]
             for of, option in OPTIONS:

@@ -311,7 +311,7 @@ static void test_biases(void **state) {
     }
 }
 
-/* The gradient of a bias with a mask, in more tiles than there are multiprocessors, which take one after the other; alone, too. */
+/* The gradient of a bias with a mask; of each head in more tiles than there are multiprocessors, which take one after the other; alone, too. */
 static void test_dbias(void **state) {
     const int64_t b = 2, h = 16;
     static const int64_t sizes[][3] = {{300, 520, 64}, {260, 390, 128}, {330, 450, 256}, {140, 270, 160}};
