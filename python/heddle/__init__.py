@@ -174,8 +174,7 @@ _NUMBERS = (float, int)
 def _is_torch(value: Any) -> bool:
     if type(value).__module__.partition(".")[0] == "torch":
         return True
-    torch = sys.modules.get("torch")
-    return torch is not None and isinstance(value, torch.Tensor)
+    return any(kind.__module__ == "torch" and kind.__name__ == "Tensor" for kind in type(value).__mro__)
 
 
 def attention(

@@ -7,7 +7,6 @@ A tensor of a class of its own may mean something else than its storage says. Th
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import torch
@@ -51,12 +50,17 @@ def autocast_dtype(device: str) -> torch.dtype | None:
     return None
 
 
+def _is_class(kind: type, module: str, name: str) -> bool:
+    """Is it the class of that name in a module that nobody need have imported? Not asked of sys.modules: Dynamo goes
+    through all of that, and fails when something is imported meanwhile."""
+    return kind.__module__ == module and kind.__name__ == name
+
+
 def is_causal_bias(tensor: Any) -> bool:
     """A torch.nn.attention.bias.CausalBias, whose storage nobody has filled."""
     if type(tensor) in USUAL:
         return False
-    module = sys.modules.get("torch.nn.attention.bias")
-    return module is not None and isinstance(tensor, module.CausalBias)
+    return any(_is_class(kind, "torch.nn.attention.bias", "CausalBias") for kind in type(tensor).__mro__)
 
 
 def overrides_functions(tensor: Any) -> bool:
@@ -106,9 +110,11 @@ def answers(tensor: Any) -> bool:
     """Its class has a __torch_dispatch__ of its own, and is none of those by which PyTorch itself traces."""
     if not _dispatches(tensor):
         return False
-    tracing = (sys.modules.get(f"torch._subclasses.{name}") for name in ("fake_tensor", "functional_tensor"))
-    kinds = {getattr(module, name, None) for module in tracing for name in ("FakeTensor", "FunctionalTensor")}
-    return type(tensor) not in kinds
+    kind = type(tensor)
+    return not (
+        _is_class(kind, "torch._subclasses.fake_tensor", "FakeTensor")
+        or _is_class(kind, "torch._subclasses.functional_tensor", "FunctionalTensor")
+    )
 
 
 def is_usual(tensor: Any) -> bool:

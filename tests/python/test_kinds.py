@@ -66,6 +66,19 @@ def test_causal_bias_compiled():
         assert torch.allclose(compiled(q, k, v, make(4, 6)), OTHERS(q, k, v, tril(make(4, 6))), atol=1e-6)
 
 
+def test_compiled_without_the_table_of_modules():
+    """Dynamo goes through all of sys.modules at a look at it, and fails when something is imported meanwhile."""
+    torch._dynamo.reset()
+    q, k, v = qkv()
+    own = torch.randn(1, 2, 4, 8).as_subclass(type("Own", (torch.Tensor,), {}))
+    for call in (
+        lambda: heddle.scaled_dot_product_attention(q, k, v, causal_lower_right(4, 6)),
+        lambda: heddle.attention(own, k, v),
+    ):
+        found = torch._dynamo.explain(call)()
+        assert found.out_guards and not [guard.name for guard in found.out_guards if "modules" in guard.name]
+
+
 def test_causal_bias_of_other_sizes():
     with pytest.raises(ValueError, match=r"CausalBias of \[3, 6\], but query and key have \[4, 6\]"):
         heddle.scaled_dot_product_attention(*qkv(), causal_lower_right(3, 6))
