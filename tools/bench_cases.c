@@ -48,10 +48,12 @@ static const struct option_kind {
     {"bias of keys", HEDDLE_BIAS, false,
      false}, /* the same for all queries, as padding is that is written in numbers */
     {"softcap alibi", HEDDLE_ALIBI, true, false},
+    {"softcap dropout", 0, true, false},
     {"deterministic", HEDDLE_DETERMINISTIC, true, false},
     {"deterministic softcap alibi", HEDDLE_DETERMINISTIC | HEDDLE_ALIBI, true, false},
     {"dense softcap", HEDDLE_BOOL_MASK, false, true},
     {"deterministic dense softcap", HEDDLE_DETERMINISTIC | HEDDLE_BOOL_MASK, false, true},
+    {"dense dropout", HEDDLE_BOOL_MASK, false, true},
     {"accumulate", HEDDLE_ACCUMULATE, true, false},
     {"tf32", HEDDLE_TF32, true, false},
     {"pages", HEDDLE_PAGES, false, false},
@@ -135,8 +137,8 @@ static int gpu_alone(heddle_dtype dtype, bench_case *out) {
 
 /* An option each, and two, at the head dim between those whose forward has a kernel for all. */
 static int gpu_between(heddle_dtype dtype, bench_case *out) {
-    static const char *const options[] = {"softcap",     "dropout",      "padding",
-                                          "bias shared", "bias of keys", "dense softcap"};
+    static const char *const options[] = {"softcap",      "dropout",       "padding",      "bias shared",
+                                          "bias of keys", "dense softcap", "dense dropout"};
     int n = 0;
     for (size_t i = 0; i < sizeof options / sizeof *options; i++) {
         out[n] = gpu_case(dtype, 4096, 192, CAUSAL);

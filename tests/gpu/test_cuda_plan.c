@@ -290,7 +290,7 @@ static void test_collected(void **state) {
         {HEDDLE_BF16, pages | HEDDLE_BOOL_MASK, 8, 512, 4096, 128, 50, 0, 0, "bf16_d128_full_sm90", true},
         {HEDDLE_F16, pages | HEDDLE_SEGMENTS, 8, 512, 4096, 128, 0, 0, 0, "f16_d128_masked_sm90", true},
         {HEDDLE_F16, pages | HEDDLE_BIAS, 8, 512, 4096, 256, 0, 0, 0, "f16_d256_full_sm90", true},
-        {HEDDLE_BF16, pages, 8, 512, 4096, 80, 0, 0.1, 0, "bf16_d128_full_sm90", true},
+        {HEDDLE_BF16, pages, 8, 512, 4096, 80, 0, 0.1, 0, "bf16_d128_maskdrop_sm90", true},
         {HEDDLE_BF16, pages, 8, 512, 4096, 64, 0, 0, -1, "bf16_d64_full_sm90", true},
         {HEDDLE_BF16, pages | HEDDLE_ACCUMULATE, 8, 512, 4096, 64, 0, 0, 0, "bf16_d64_masked_sm90", true},
         {HEDDLE_BF16, pages | HEDDLE_BIAS | HEDDLE_VARLEN, 8, 512, 4096, 64, 0, 0, 0, "bf16_d64_full_sm90", true},

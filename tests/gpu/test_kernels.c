@@ -35,6 +35,7 @@ static const uint64_t option_sets[] = {0,
                                        HEDDLE_PAGES | HEDDLE_ACCUMULATE,
                                        HEDDLE_SEGMENTS | HEDDLE_PAGES,
                                        HEDDLE_E4M3,
+                                       HEDDLE_BOOL_MASK | HEDDLE_RNG_STATE,
                                        HEDDLE_E4M3 | HEDDLE_PAGES,
                                        HEDDLE_SEGMENTS | HEDDLE_BIAS | HEDDLE_SINKS,
                                        HEDDLE_BLOCKS | HEDDLE_BOOL_MASK,
@@ -485,7 +486,7 @@ static void limited(void) {
     }
 }
 
-/* One option alone has a kernel of its own, several have the full one; so has a bias that the copy engine cannot fetch. */
+/* One option alone has a kernel of its own, and dropout with a mask; several have the full one; so has a bias that the copy engine cannot fetch. */
 static void options_on_hopper(void) {
     set("FAKE_CC", "90");
     set("FAKE_SHARED", "232448");
@@ -493,16 +494,19 @@ static void options_on_hopper(void) {
     static const struct {
         uint64_t features;
         double softcap, dropout, scale;
-        const char *variant;
-    } rows[] = {{0, 20, 0, 0, "capped"},
-                {HEDDLE_ALIBI, 0, 0, 0, "capped"},
-                {HEDDLE_BIAS, 0, 0, 0, "biased"},
-                {HEDDLE_BOOL_MASK, 0, 0, 0, "masked"},
-                {HEDDLE_SEGMENTS, 0, 0, 0, "masked"},
-                {0, 0, 0.1, 0, "dropped"},
-                {HEDDLE_BOOL_MASK, 0, 0.1, 0, "full"},
-                {HEDDLE_ALIBI | HEDDLE_BIAS, 0, 0, 0, "full"},
-                {HEDDLE_BOOL_MASK, 0, 0, -1, "full"}};
+        const char *variant, *backward; /* up to d 128 */
+    } rows[] = {{0, 20, 0, 0, "capped", "capped"},
+                {HEDDLE_ALIBI, 0, 0, 0, "capped", "capped"},
+                {HEDDLE_BIAS, 0, 0, 0, "biased", "biased"},
+                {HEDDLE_BOOL_MASK, 0, 0, 0, "masked", "masked"},
+                {HEDDLE_SEGMENTS, 0, 0, 0, "masked", "masked"},
+                {0, 0, 0.1, 0, "dropped", "dropped"},
+                {HEDDLE_BOOL_MASK, 0, 0.1, 0, "maskdrop", "maskdrop"},
+                {HEDDLE_SEGMENTS, 0, 0.1, 0, "maskdrop", "maskdrop"},
+                {HEDDLE_BOOL_MASK, 20, 0.1, 0, "full", "full"},
+                {HEDDLE_ALIBI | HEDDLE_BIAS, 0, 0, 0, "full", "undropped"},
+                {HEDDLE_BOOL_MASK, 20, 0, 0, "full", "undropped"},
+                {HEDDLE_BOOL_MASK, 0, 0, -1, "full", "full"}};
     for (size_t x = 0; x < COUNT(rows); x++)
         for (int d = 64; d <= 256; d += 64) {
             char name[64];
@@ -516,7 +520,8 @@ static void options_on_hopper(void) {
             const int columns = d > 128 && !strcmp(variant, "full") ? 256 : d; /* forward's full has no 192 */
             snprintf(name, sizeof name, "fwd_f16_d%d_%s_sm90", columns, narrow ? "narrow" : variant);
             MUST(strstr(kernel_of(a, HEDDLE_FORWARD), name));
-            snprintf(name, sizeof name, "bwd_f16_d%d_%s_sm90", d, variant);
+            const bool several = !strcmp(variant, "full") || !strcmp(variant, "maskdrop"); /* in backward */
+            snprintf(name, sizeof name, "bwd_f16_d%d_%s_sm90", d, d > 128 && several ? "full" : rows[x].backward);
             MUST(strstr(kernel_of(a, HEDDLE_BACKWARD), name));
             MUST(run_attention(a, HEDDLE_FORWARD, 16, NULL) == HEDDLE_OK);
             MUST(run_attention(a, HEDDLE_BACKWARD, 16, NULL) == HEDDLE_OK);
@@ -528,7 +533,7 @@ static void options_on_hopper(void) {
     /* dbias has an element for each score */
     MUST(fake_launches("heddle_attention_bwd_f16_d128_dbiased_sm90") == 1);
     MUST(fake_launches("heddle_attention_bwd_f16_d128_biased_sm90") == 0);
-    MUST(fake_launches("heddle_attention_seen_f16_d512_plain_sm80") == 12);
+    MUST(fake_launches("heddle_attention_seen_f16_d512_plain_sm80") == 24);
     for (int x = 0; x < 4; x++) { /* of float16's tanh little is left far below a cap */
         heddle_attention a = attention_desc(x < 2 ? HEDDLE_F16 : HEDDLE_BF16, 2, 16, 4, 4096, 4096, 128, 0);
         a.softcap = x % 2 ? 65 : 64;

@@ -133,18 +133,19 @@ static void test_options(void **state) {
     }
 }
 
-/* Each option by itself over d 128, for which Hopper has kernels of their own; and a bias that is the same for all queries. */
+/* Each option by itself over d 128, for which Hopper has kernels of their own; a bias that is the same for all queries; from 12 on dropout
+ * with a mask. */
 static void test_one_option(void **state) {
     (void)state;
     static const int64_t dims[] = {64, 128, 192, 256};
-    for (int x = 0; x < 12; x++) {
-        const int64_t d = x < 4 ? dims[x] : dims[2 + (x + x / 8) % 2];
+    for (int x = 0; x < 16; x++) {
+        const int64_t d = x < 4 || x >= 12 ? dims[x % 4] : dims[2 + (x + x / 8) % 2];
         attention_case c = {.a = attention_desc(test_dtypes[1 + x % 2], 1, 2, 1, rows(200), rows(260), d, d),
                             .seed = 1,
                             .mask_tiles = 128};
         c.a.mask = x % 3 ? HEDDLE_CAUSAL_BOTTOM_RIGHT : HEDDLE_MASK_NONE;
-        const int option = x < 4 ? 3 : x % 4;
-        c.a.features = option == 3 ? HEDDLE_BIAS : option == 1 ? HEDDLE_BOOL_MASK : 0;
+        const int option = x < 4 ? 3 : x >= 12 ? 2 : x % 4;
+        c.a.features = option == 3 ? HEDDLE_BIAS : option == 1 || x >= 12 ? HEDDLE_BOOL_MASK : 0;
         c.a.bias_stride.h = x < 4 ? rows(260) : 0; /* 0, 0, 0: as tensors usually lie */
         c.a.softcap = option == 0 ? 20 : 0;
         c.a.dropout = option == 2 ? 0.2 : 0;

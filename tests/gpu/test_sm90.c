@@ -331,17 +331,18 @@ static void test_dbias(void **state) {
     }
 }
 
-/* Padding, tiles, single elements; for all queries, heads or batches the same, or not. */
+/* Padding, tiles, single elements; for all queries, heads or batches the same, or not; from 20 on with dropout. */
 static void test_bool_masks(void **state) {
     const int64_t b = 2, h = 4;
     static const int64_t sizes[][3] = {{300, 520, 64}, {420, 390, 128}, {330, 450, 256}};
-    for (int x = 0; x < 20; x++) {
+    for (int x = 0; x < 40; x++) {
         const int64_t sq = sizes[x % 3][0], sk = sizes[x % 3][1], row = x % 2 ? (sk + 15) / 16 * 16 : sk,
                       d = x % 9 == 5 ? 192 : sizes[x % 3][2];
         const heddle_strides shapes[] = {
             {h * sq * row, sq * row, row}, {0, sq * row, row}, {sq * row, 0, row}, {row, 0, 0}};
         attention_case c = make_case(type_of(state, (size_t)(x / 2)), b, h, x % 4 ? 4 : 2, sq, sk, d, 0);
         c.a.features = HEDDLE_BOOL_MASK | (x % 6 == 5 ? HEDDLE_ALIBI : 0);
+        c.a.dropout = x < 20 ? 0 : 0.3;
         c.a.bool_mask_stride = shapes[x % 4];
         c.a.mask = (heddle_mask)(x / 4 % 3);
         c.mask_tiles = x % 5 == 4 ? 0 : x % 5 == 3 ? 50 : 128;

@@ -40,6 +40,8 @@ typedef enum kernel_variant {
     VARIANT_masked,
     VARIANT_narrow,
     VARIANT_dropped,
+    VARIANT_maskdrop,
+    VARIANT_undropped,
     VARIANT_adding,
     VARIANT_paged,
     VARIANT_cappages,

@@ -13,7 +13,8 @@
  * fetches; Q and dO have a barrier each.
  *
  * The warpgroups take turns: one asks for all products between the weights of a step and those of the next while the other computes. dQ is
- * that of a step before, whose dS both have made by then. With several options they have no turns; nor where a bias lies in the place of dS.
+ * that of a step before, whose dS both have made by then. With several options and dropout they have no turns; nor where a bias lies in the
+ * place of dS.
  *
  * dbiased: two of the warps beside the one that fetches bring dS to dbias, one writes zeros (give.cuh).
  *
@@ -364,12 +365,14 @@ INLINE void attention_bwd(const attention_params_sm90 &all) {
 #define is_lean false, 0, true
 #define is_long true, 0, true
 #define is_full false, WITH_ALL, false
+#define is_undropped false, (WITH_ALL & ~WITH_DROPOUT), true
 #define is_capped false, (WITH_CAP | WITH_SLOPES), true
 #define is_biased false, WITH_BIAS, true
 #define is_dbiased false, (WITH_BIAS | WITH_DBIAS), true
 #define is_keyed false, WITH_KEY_BIAS, true
 #define is_masked false, WITH_MASK, true
 #define is_dropped false, WITH_DROPOUT, true
+#define is_maskdrop false, (WITH_MASK | WITH_DROPOUT), true
 #define pass_bwd(T, D, BLOCK, variant) attention_bwd<T, D, BLOCK, SM90_FUSED_STAGES, is_##variant>(all)
 #define pass_gather(T, D, BLOCK, variant) attention_gather<T, D>(all.p)
 #define pass_light(T, D, BLOCK, variant) light_##variant<T, sm90_columns(D)>(all.p)

@@ -25,7 +25,7 @@ struct state {
 /* Can what the mask hides of a step wait until P and dS are operands? There it costs an instruction an element and a half, and nobody waits for
  * the bits. Where a band cuts as well, or something is not finite, it is known by the sign of P. */
 template <int WITH> INLINE bool hides_late(const state &k) {
-    return WITH == WITH_MASK && !k.any_bad && (k.now->step & (STEP_BITS | STEP_BAND | STEP_DIRTY)) == STEP_BITS;
+    return hides_by_bits<WITH>() && !k.any_bad && (k.now->step & (STEP_BITS | STEP_BAND | STEP_DIRTY)) == STEP_BITS;
 }
 
 /* A piece of dQ to its sum. */
@@ -137,13 +137,13 @@ INLINE void weigh(const attention_params &p, const span &w, const state &k, unsi
         hide_boxes<T, BLOCK, layout>(p, k, count, low, s);
     if ((WITH & WITH_KEY_BIAS) && k.low)
         hide_bias_of_keys<BLOCK>(k.bias, s);
-    if (WITH == WITH_MASK) {
+    if (hides_by_bits<WITH>()) {
         k.late = hides_late<WITH>(k);
 #pragma unroll
         for (int x = 0; x < 2 * (BLOCK / 32); x++)
             k.shown[x / (BLOCK / 32)][x % (BLOCK / 32)] = read.bits[x / (BLOCK / 32)][x % (BLOCK / 32)];
     }
-    if (layout::is_full && !(WITH == WITH_MASK && k.late))
+    if (layout::is_full && !(hides_by_bits<WITH>() && k.late))
         hide_keys<T, BLOCK, WITH>(p, *k.now, k.row0, low && !boxes, read, s);
     if (!k.any_bad)
         return;
@@ -248,7 +248,7 @@ INLINE void make_operands(const attention_params &p, state *k, bool masked, cons
         mbarrier_wait(k->smem + layout::kept_full + slot * 8, k->turn / layout::kept_slots % 2);
     if (has_all<layout::with>()) /* so much code that it is there once */
         make_fragments<T, BLOCK, layout::with>(p, *k, masked, to, row, kept, ahead, s, dp, ps, ds);
-    else if (layout::with == WITH_MASK && k->late)
+    else if (hides_by_bits<layout::with>() && k->late)
         make_fragments<T, BLOCK, layout::with, true>(p, *k, false, to, row, kept, ahead, s, dp, ps, ds);
     else if (masked)
         make_fragments<T, BLOCK, layout::with>(p, *k, true, to, row, kept, ahead, s, dp, ps, ds);

@@ -412,9 +412,9 @@ INLINE void attention_forward90(const attention_params_sm90 &all) {
     if (threadIdx.x == 0) {
         for (int x = 0; x < SM90_MOST_STAGES * 8; x += 8) {
             mbarrier_init(barriers + Q_FULL + x, 1);
-            mbarrier_init(barriers + Q_EMPTY + x, GROUPS * 4 + CLEANERS / 32 + sends_apart<FULL>());
+            mbarrier_init(barriers + Q_EMPTY + x, GROUPS * 4 + CLEANERS / 32 + told_warps<FULL>());
             mbarrier_init(barriers + K_FULL + x, 1);
-            mbarrier_init(barriers + K_EMPTY + x, GROUPS * 4 + sends_apart<FULL>());
+            mbarrier_init(barriers + K_EMPTY + x, GROUPS * 4 + told_warps<FULL>());
             mbarrier_init(barriers + V_FULL + x, 1);
             mbarrier_init(barriers + V_CLEAN + x, CLEANERS / 32);
             mbarrier_init(barriers + V_EMPTY + x, GROUPS * 4 + CLEANERS / 32);
@@ -447,8 +447,7 @@ INLINE void attention_forward90(const attention_params_sm90 &all) {
             produce<T, D, GROUPS, BLOCK, FULL, PAGED>(all, smem, barriers, jobs);
     } else if (makes_ahead<FULL>() && warp / 4 > GROUPS) {
         registers_fewer<56>();
-        make_rows_ahead<D, GROUPS, BLOCK>(all.p, smem, from + layout::kept,
-                                          *(const dropout_state *)(steps_in<layout>(jobs) + STEPS));
+        make_rows<D, GROUPS, BLOCK, FULL>(all.p, smem, jobs, from + layout::kept);
     } else {
         registers_more<(layout::part > 256) ? 240 : makes_ahead<FULL>() ? 208 : GROUPS == 2 ? 224 : 160>();
         consume<T, D, GROUPS, BLOCK, FULL, ADDS, PAGED>(all.p, warp / 4 - 1, smem, jobs);
@@ -466,6 +465,7 @@ INLINE void attention_forward90(const attention_params_sm90 &all) {
 #define adds_masked true
 #define adds_narrow true
 #define adds_dropped true
+#define adds_maskdrop true
 #define is_lean 0
 #define is_adding 0
 #define is_paged 0
@@ -476,6 +476,7 @@ INLINE void attention_forward90(const attention_params_sm90 &all) {
 #define is_masked WITH_MASK
 #define is_narrow WITH_MASK
 #define is_dropped WITH_DROPOUT
+#define is_maskdrop (WITH_MASK | WITH_DROPOUT)
 /* Are keys in pages? */
 #define pages_lean false
 #define pages_adding false
@@ -487,6 +488,7 @@ INLINE void attention_forward90(const attention_params_sm90 &all) {
 #define pages_masked false
 #define pages_narrow false
 #define pages_dropped false
+#define pages_maskdrop false
 #define K(pass, dtype, dim, variant, family, warps, own, block, module)                                                \
     extern "C" __global__ void __launch_bounds__(warps * 32, 1)                                                        \
         heddle_attention_##pass##_##dtype##_d##dim##_##variant##_sm90(                                                 \

@@ -262,6 +262,14 @@ INLINE void produce_values(const attention_params_sm90 &all, uint32_t smem, uint
     }
 }
 
+/* Where a mask decides which tiles there are, the warps that make bits of dropout are told of them, as those are that send for V. */
+template <int FULL> INLINE constexpr bool makes_as_told(void) {
+    return makes_ahead<FULL>() && sends_apart<FULL>();
+}
+template <int FULL> INLINE constexpr int told_warps(void) {
+    return sends_apart<FULL>() + (makes_as_told<FULL>() ? FORWARD_KEPT_WARPS : 0);
+}
+
 /* dropout alone: a warpgroup makes the bits of each tile, in the order in which the tiles are sent for. */
 template <int D, int GROUPS, int BLOCK>
 INLINE void make_rows_ahead(const attention_params &p, uint32_t smem, char *kept, dropout_state state) {
@@ -286,6 +294,52 @@ INLINE void make_rows_ahead(const attention_params &p, uint32_t smem, char *kept
             mbarrier_arrive(smem + layout::kept_full + slot * 8);
         }
     }
+}
+
+/* maskdrop: the same, of the tiles that it is told of. */
+template <int D, int GROUPS, int BLOCK>
+INLINE void make_rows_as_told(const attention_params &p, uint32_t smem, const forward_job *jobs, char *kept,
+                              dropout_state state) {
+    typedef forward90<D, GROUPS, BLOCK> layout;
+    constexpr int QS = layout::q_stages, STAGES = layout::stages;
+    const uint32_t barriers = smem + layout::barriers;
+    state.seed = __shfl_sync(ALL_LANES, state.seed, 0); /* as put_kept_rows says */
+    state.offset = __shfl_sync(ALL_LANES, state.offset, 0);
+    int unit = (int)threadIdx.x % WARPGROUP / 32;
+    const bool tells = threadIdx.x % 32 == 0;
+    unsigned n = 0;
+    for (unsigned nq = 0;; nq++) {
+        mbarrier_wait(barriers + Q_FULL + slot_of<QS>(nq) * 8, turn_of<QS>(nq));
+        const query_options &o = options_in<layout>(jobs)[slot_of<2>(nq)];
+        const uint32_t head = o.head;
+        const int row0 = o.first, end = jobs[slot_of<2>(nq)].s.end;
+        __syncwarp();
+        if (!end)
+            return;
+        if (tells)
+            mbarrier_arrive(barriers + Q_EMPTY + slot_of<QS>(nq) * 8);
+#pragma unroll 1
+        for (int told = 0; !(told & STEP_LAST); n++) {
+            const unsigned slot = slot_of<FORWARD_KEPT_SLOTS>(n);
+            mbarrier_wait(barriers + K_FULL + slot_of<STAGES>(n) * 8, turn_of<STAGES>(n));
+            told = __shfl_sync(ALL_LANES, steps_in<layout>(jobs)[n % STEPS], 0);
+            if (tells)
+                mbarrier_arrive(barriers + K_EMPTY + slot_of<STAGES>(n) * 8);
+            mbarrier_wait(smem + layout::kept_empty + slot * 8, turn_of<FORWARD_KEPT_SLOTS>(n) ^ 1);
+            put_kept_rows<layout::rows, BLOCK>(p, state, head, row0, told & ~STEP_FLAGS,
+                                               kept + slot * layout::kept_bytes, &unit);
+            mbarrier_arrive(smem + layout::kept_full + slot * 8);
+        }
+    }
+}
+
+template <int D, int GROUPS, int BLOCK, int FULL>
+INLINE void make_rows(const attention_params &p, uint32_t smem, const forward_job *jobs, char *kept) {
+    const dropout_state state = *(const dropout_state *)(steps_in<forward90<D, GROUPS, BLOCK>>(jobs) + STEPS);
+    if (makes_as_told<FULL>())
+        make_rows_as_told<D, GROUPS, BLOCK>(p, smem, jobs, kept, state);
+    else
+        make_rows_ahead<D, GROUPS, BLOCK>(p, smem, kept, state);
 }
 
 /* Of the keys of a cut tile that this thread looks after: may one be hidden? Of a bias alone that is the same for all queries it is known. */

@@ -10,10 +10,6 @@
 #define FORWARD_KEPT_WARPS 4
 #define KEPT_WARPS 3
 
-template <int WITH> INLINE constexpr bool makes_ahead(void) {
-    return WITH == WITH_DROPOUT;
-}
-
 /* Of 64 keys and a query, eights of keys one after the other: byte x of both words: the x-th key of each eight, a bit for each.
  * BATCH calls at a time. */
 template <int BATCH>

@@ -43,6 +43,15 @@ template <int WITH> INLINE constexpr bool has_all(void) {
     return (WITH & WITH_ALL) == WITH_ALL;
 }
 
+/* Dropout, and no more than a mask beside it: warps that have nothing else to do make its bits ahead (kept.cuh). */
+template <int WITH> INLINE constexpr bool makes_ahead(void) {
+    return (WITH & ~WITH_MASK) == WITH_DROPOUT;
+}
+/* A mask, and no more than dropout beside it. */
+template <int WITH> INLINE constexpr bool hides_by_bits(void) {
+    return (WITH & ~WITH_DROPOUT) == WITH_MASK;
+}
+
 template <int WITH> INLINE bool has_cap(const attention_params &p) {
     return (WITH & WITH_CAP) && p.softcap > 0.0f;
 }
@@ -59,7 +68,7 @@ template <int WITH> INLINE bool has_bits(int step) {
     return (WITH & WITH_MASK) && (step & STEP_BITS);
 }
 template <int WITH> INLINE bool has_dropout(const attention_params &p) {
-    return WITH == WITH_DROPOUT || ((WITH & WITH_DROPOUT) && p.drops);
+    return makes_ahead<WITH>() || ((WITH & WITH_DROPOUT) && p.drops);
 }
 
 /* Behind them lies what dropout begins with, from the start of the kernel on. */

@@ -47,18 +47,22 @@ static int find(const attention_problem *p, kernel_pass pass) {
     return find_from(p, pass, 0);
 }
 
-/* The variant that has just what is asked for; full, lean: none. */
+/* The variant that has what is asked for, and as little else as there is one without. */
 static kernel_variant variant_of(const attention_problem *p, kernel_pass pass) {
     const heddle_attention *a = p->a;
     if (!p->rich)
         return pass == PASS_fwd && (a->features & HEDDLE_ACCUMULATE) ? VARIANT_adding : VARIANT_lean;
     const bool capped = a->softcap > 0 || (a->features & HEDDLE_ALIBI), biased = (a->features & HEDDLE_BIAS) != 0,
                masked = (a->features & HEDDLE_BOOL_MASK) != 0, dropped = a->dropout > 0;
-    if (!(a->scale > 0) || capped + biased + masked + dropped != 1)
+    if (!(a->scale > 0))
         return VARIANT_full;
+    if (capped + biased + (masked || dropped) != 1)
+        return pass == PASS_bwd && !dropped ? VARIANT_undropped : VARIANT_full;
+    if (dropped)
+        return masked ? VARIANT_maskdrop : VARIANT_dropped;
     if (biased && pass == PASS_bwd && a->bias_stride.s == 0)
         return VARIANT_keyed;
-    return capped ? VARIANT_capped : biased ? VARIANT_biased : masked ? VARIANT_masked : VARIANT_dropped;
+    return capped ? VARIANT_capped : biased ? VARIANT_biased : VARIANT_masked;
 }
 
 /* Of these passes there are such variants; a full one does what they do, and others besides. */
