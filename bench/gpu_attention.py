@@ -23,6 +23,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
+from gpu_options import BETWEEN, FLOAT32_OPTIONS, OPTIONS
 from gpu_timing import POWER, REST, Clock
 from heddle_c import Library
 
@@ -369,18 +370,6 @@ def shape_rows():
     yield Case(4, 16, 16, 4096, 4096, 128, True, F16), ["cudnn", "fa2"]
 
 
-OPTIONS = ((True, "softcap"), (True, "alibi"), (True, "window 512"), (True, "sinks"), (True, "lse"), (True, "lengths"),
-           (True, "documents"), (True, "dropout"), (False, "dropout"), (False, "lengths"), (False, "padding"), (False, "dense"),
-           (False, "blocks"), (False, "bias shared"), (False, "bias"), (False, "bias padding"), (False, "dbias shared"),
-           (False, "dbias"), (True, "window 512+softcap"), (False, "softcap+padding"), (False, "dropout+padding"),
-           (False, "dropout+bias shared"), (False, "dbias shared+padding"))
-
-
-FLOAT32_OPTIONS = ((True, "softcap"), (True, "alibi"), (True, "dropout"), (False, "dropout"), (False, "padding"),
-                   (False, "dense"), (False, "blocks"), (False, "bias shared"), (False, "bias"), (False, "dbias shared"),
-                   (False, "dbias"))
-
-
 def option_rows():
     """A plain row in front of those whose fraction of it is told, and which take turns with it."""
     for d, h in ((128, 16), (64, 32), (256, 8)):
@@ -388,15 +377,14 @@ def option_rows():
             b = 16384 // s
             for causal in (True, False):
                 yield Case(b, h, h, s, s, d, causal), ["cudnn"]
-                for of, option in OPTIONS:
-                    if of == causal and (s < 16384 or "bias" not in option):
+                for option in OPTIONS["c" if causal else "f"]:
+                    if s < 16384 or "bias" not in option:
                         yield Case(b, h, h, s, s, d, causal, option=option), ["cudnn", "efficient", "fa2", "flex"]
     for d, h in ((160, 12), (192, 10)):  # where forward has no kernel for several options at once
         for causal in (True, False):
             yield Case(4, h, h, 4096, 4096, d, causal), ["cudnn"]
-            for of, option in OPTIONS:
-                if of == causal and option in ("softcap", "alibi", "dropout", "padding", "dense", "bias padding", "bias shared",
-                                                "dropout+padding"):
+            for option in OPTIONS["c" if causal else "f"]:
+                if option in BETWEEN:
                     yield Case(4, h, h, 4096, 4096, d, causal, option=option), ["cudnn", "efficient", "fa2", "flex"]
     yield Case(1, 4, 4, 2048, 2048, 128, False), ["cudnn"]
     yield Case(1, 4, 4, 2048, 2048, 128, False, option="weights"), []
@@ -410,9 +398,8 @@ def float32_rows():
     for d in (128, 64, 256):
         for causal in (True, False):
             yield Case(2, 16, 16, 4096, 4096, d, causal, F32), ["efficient"]
-            for of, option in FLOAT32_OPTIONS:
-                if of == causal:
-                    yield Case(2, 16, 16, 4096, 4096, d, causal, F32, option=option), ["efficient"]
+            for option in FLOAT32_OPTIONS["c" if causal else "f"]:
+                yield Case(2, 16, 16, 4096, 4096, d, causal, F32, option=option), ["efficient"]
     yield Case(1, 1, 1, 128, 128, 32, False, F32), ["efficient"]
 
 

@@ -20,6 +20,10 @@ from statistics import median
 from draw import Picture, bars
 from pages import ROOT, arguments_of, finish, replaced
 
+sys.path.insert(0, str(ROOT / "bench"))
+
+from gpu_options import FLOAT32_OPTIONS, OPTIONS
+
 RESULTS = ROOT / "bench/results"
 CPU = "amd-epyc-family26-model2-2cores"
 PASSES = ("fwd", "bwd")
@@ -234,14 +238,6 @@ def cpu_picture() -> str:
 
 # ------------------------------------------------------------------------------------------------------- the limits
 
-OPTIONS = {
-    "c": ["softcap", "alibi", "window 512", "sinks", "lse", "lengths", "documents", "dropout"],
-    "f": ["lengths", "padding", "dense", "blocks", "bias padding", "bias shared", "bias", "dbias shared", "dbias"],
-}
-SEVERAL = {
-    "c": ["window 512+softcap"],
-    "f": ["softcap+padding", "dropout+padding", "dropout+bias shared", "dbias shared+padding"],
-}
 WORDS = {
     "alibi": "ALiBi",
     "lse": "gradient of lse",
@@ -259,6 +255,8 @@ WORDS = {
     "window 512+softcap": "window of 512 and softcap",
     "softcap+padding": "softcap and padding",
     "dropout+padding": "dropout and padding",
+    "dropout+dense": "dropout and a boolean mask, a tenth hidden",
+    "bias shared+padding": "bias of [h, s, s] and padding",
     "dropout+bias shared": "dropout and a bias of [h, s, s]",
     "dbias shared+padding": "bias of [h, s, s] with its gradient, and padding",
 }
@@ -274,7 +272,7 @@ def options_table(base: str) -> str:
         "|" + "---|" * 6,
     ]
     for mask, options in OPTIONS.items():
-        for option in ("plain", *options, *SEVERAL[mask]):
+        for option in ("plain", *options):
             case = f"{base}{mask}-bfloat16" + ("" if option == "plain" else " " + option)
             if not (found := [row for row in rows if row["case"] == case]):
                 continue
@@ -318,17 +316,11 @@ def sm80_table() -> str:
     return "\n".join(lines)
 
 
-OPTIONS_OF_FLOAT32 = {
-    "c": ["softcap", "alibi", "dropout"],
-    "f": ["dropout", "padding", "dense", "blocks", "bias shared", "bias", "dbias shared", "dbias"],
-}
-
-
 def float32_options_table() -> str:
     """Options in float32 at head dim 128, beside PyTorch's memory-efficient kernel where it has them."""
     rows = read("h200")
     lines = [bars("", "mask", "TFLOP/s", "of plain", "efficient", "commit"), "|" + "---|" * 6]
-    for mask, options in OPTIONS_OF_FLOAT32.items():
+    for mask, options in FLOAT32_OPTIONS.items():
         for option in ("plain", *options):
             case = f"B2H16/16S4096D128{mask}-float32" + ("" if option == "plain" else " " + option)
             row = latest(rows, case=case)
