@@ -110,12 +110,14 @@ if [ -n "$sanitizer" ] && [ -x "$programs/test_sanitize" ]; then
 else
     echo "compute-sanitizer is not here: its tools are left out"
 fi
-# Each family of kernels on problems of all sizes, not only on those that the plan would give it.
-for family in $families; do
-    for test in attention attention_options accumulate append paged_keys e4m3 segments blocks dropout scores precision norm_linear{,_tiles,_numbers} prepared sweep order sm90; do
-        # small has no kernels for Hopper alone, and no tiles: products as large as those take it minutes
-        [ "$test, $family" = "sm90, small" ] || [ "$test, $family" = "norm_linear_tiles, small" ] || [ ! -x "$programs/test_$test" ] ||
-            start "$test, $family" "$seconds" env HEDDLE_CUDA_FAMILY="$family" "$programs/test_$test"
+# Each family of kernels on problems of all sizes, not only on those that the plan would give it; what takes longest begins first.
+for tests in "sm90 norm_linear_tiles precision norm_linear" "attention attention_options accumulate append paged_keys e4m3 segments blocks dropout scores norm_linear_numbers prepared sweep order"; do
+    for family in $families; do
+        for test in $tests; do
+            # small has no kernels for Hopper alone, and no tiles: products as large as those take it minutes
+            [ "$test, $family" = "sm90, small" ] || [ "$test, $family" = "norm_linear_tiles, small" ] || [ ! -x "$programs/test_$test" ] ||
+                start "$test, $family" "$seconds" env HEDDLE_CUDA_FAMILY="$family" "$programs/test_$test"
+        done
     done
 done
 wait
