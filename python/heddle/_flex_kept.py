@@ -3,8 +3,8 @@
 
 A proof goes by what the functions are and read: their code, defaults, cells and globals, whose numbers must be equal,
 whose tensors must be the same objects with the same version (PyTorch counts what is written into a tensor) and memory,
-and by a BlockMask's own tensors. Functions that are made anew for every call, of the same code around the same things,
-are the same. What reads something that could change unseen, a list or an attribute, is never kept.
+and by a BlockMask's own tensors and sizes. Functions that are made anew for every call, of the same code around the
+same things, are the same. What reads something that could change unseen, a list or an attribute, is never kept.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ _LARGEST = 1 << 24  # of one that is no BlockMask's mask
 
 _USUAL = (Tensor, torch.nn.Parameter)
 _LISTS = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
+_SIZES = ("BLOCK_SIZE", "seq_lengths")
 _ABSENT = object()  # a global that there is not
 _dispatcher: Any = torch._C
 _grad_enabled = torch.is_grad_enabled
@@ -51,6 +52,7 @@ _names = (
     "data_ptr",
     "mask_mod",
     *_LISTS,
+    *_SIZES,
     types.FunctionType,
     _ABSENT,
 )
@@ -127,11 +129,11 @@ class _States:
 
 
 def lists_of(mask: Any) -> Any:
-    """A state of a BlockMask's own tensors; None where nobody counts what is written into them."""
-    tensors = tuple(getattr(mask, name) for name in _LISTS)
+    """A state of a BlockMask's own tensors and sizes; None where nobody counts what is written into them."""
+    tensors, sizes = (tuple(getattr(mask, name) for name in names) for names in (_LISTS, _SIZES))
     if any(each is not None and each.is_inference() for each in tensors):
         return None
-    return weakref.ref(mask), tensors, tuple(None if each is None else each._version for each in tensors)
+    return weakref.ref(mask), tensors, tuple(None if each is None else each._version for each in tensors), sizes
 
 
 def are_lists_of(lists: Any, mask: Any) -> bool:

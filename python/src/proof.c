@@ -16,8 +16,9 @@ enum part {
     REQUIRES_GRAD,
     DATA_PTR, /* "data_ptr" */
     MASK_MOD,
-    LISTS, /* the four of a BlockMask */
-    FUNCTION = LISTS + 4,
+    LISTS,             /* the four of a BlockMask, */
+    SIZES = LISTS + 4, /* and its two sizes */
+    FUNCTION = SIZES + 2,
     ABSENT, /* what stands for a global that there is not */
     PARTS
 };
@@ -136,7 +137,7 @@ static int same(PyObject *parts, PyObject *state, PyObject *value) {
     }
 }
 
-/* (weak reference, its four tensors, their versions): nothing was written into them. */
+/* (weak reference, its four tensors, their versions, its sizes): nothing was written into them. */
 static int same_lists(PyObject *parts, PyObject *state, PyObject *mask) {
     if (PyWeakref_GetObject(PyTuple_GetItem(state, 0)) != mask)
         return 0;
@@ -148,6 +149,11 @@ static int same_lists(PyObject *parts, PyObject *state, PyObject *mask) {
         Py_XDECREF(list);
         if (is > 0 && tensor != Py_None)
             is = attribute(parts, tensor, VERSION, PyTuple_GetItem(PyTuple_GetItem(state, 2), x), 1);
+    }
+    for (int x = 0; is > 0 && x < 2; x++) {
+        PyObject *size = PyObject_GetAttr(mask, part(parts, SIZES + x));
+        is = size ? size == PyTuple_GetItem(PyTuple_GetItem(state, 3), x) : -1;
+        Py_XDECREF(size);
     }
     return is;
 }

@@ -396,6 +396,22 @@ def test_lists_that_are_written_to():
     assert first.abs().max() > 0 and not heddle.flex_attention(q, k, v, None, given, enable_gqa=True).any()
 
 
+@pytest.mark.parametrize(
+    "changed,message",
+    [({"BLOCK_SIZE": (128, 128)}, "names tiles from 0 to 3"), ({"seq_lengths": (256, 192)}, "lengths")],
+)
+def test_sizes_that_are_changed(changed, message):
+    """What a BlockMask's lists mean depends on its sizes, too."""
+    q, k, v = (torch.randn(1, 1, 256, 16) for _ in range(3))
+    given = flex.create_block_mask(lambda b, h, i, j: i >= j, None, None, 256, 256, device="cpu", BLOCK_SIZE=64)
+    for _ in range(3):
+        heddle.flex_attention(q, k, v, None, given)
+    for name, value in changed.items():
+        setattr(given, name, value)
+    with pytest.raises(ValueError, match=message):
+        heddle.flex_attention(q, k, v, None, given)
+
+
 @pytest.mark.parametrize("device", [device for device in devices() if device != "cpu"])
 def test_cuda_graphs_and_streams(device):
     """A graph makes what is added anew at every replay, and another stream does not take what this one made."""
