@@ -240,6 +240,7 @@ template <typename T, typename layout> INLINE void tell(const attention_params &
             found.steps = -1;
         const key_window window = first_of(p, found, ASKS);
         mbarrier_wait(smem + layout::own_empty, (int)(turn & 1) ^ 1);
+        __syncwarp(); /* of a tile without steps the next phase may come before a lane has seen this one */
         if (lane == 0) {
             works[turn & 1] = found;
             mbarrier_arrive(smem + layout::own_full);
