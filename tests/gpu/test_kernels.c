@@ -486,7 +486,8 @@ static void limited(void) {
     }
 }
 
-/* One option alone has a kernel of its own, and dropout with a mask; several have the full one; so has a bias that the copy engine cannot fetch. */
+/* One option alone has a kernel of its own, and dropout with a mask; several have the full one, but in backward up to d 128 without
+ * dropout undropped; the full one has a bias that the copy engine cannot fetch, too. */
 static void options_on_hopper(void) {
     set("FAKE_CC", "90");
     set("FAKE_SHARED", "232448");
