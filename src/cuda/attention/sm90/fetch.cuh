@@ -30,8 +30,9 @@ INLINE void fetch_stage(const attention_params_sm90 &all, const key_work &w, int
         load_boxes<D, BLOCK>(to, &all.q, bar, first_q + i0, x, n);
     }
     fetch_numbers<BLOCK>(all.p, at + i0, w.s.end - i0, smem + layout::numbers + r->slot * 3 * BLOCK * 4, bar);
-    mbarrier_wait(smem + layout::empty + r->slot * 16 + 8, r->turn ^ 1);
-    if (lane == 0) {
+    if (lane ==
+        0) { /* who waits is who sends: what comes next asks nothing of the others, who might see a phase too late */
+        mbarrier_wait(smem + layout::empty + r->slot * 16 + 8, r->turn ^ 1);
         mbarrier_expect(bar + 8, layout::slot_bytes);
         load_boxes<D, BLOCK>(to + layout::slot_bytes, &all.dout, bar + 8, first_q + i0, x, n);
     }

@@ -352,6 +352,7 @@ INLINE void make_gradients(const attention_params &p, const state &k, float (*dp
     __syncwarp();
     tell_gradients(k);
     mbarrier_wait(k.smem + layout::there_empty + which, (int)(k.turn >> 1 & 1) ^ 1);
+    __syncwarp(); /* or a late lane might see a phase too late */
     if (threadIdx.x % 32 == 0) {
         const uint32_t bar = k.there + layout::ds_full + which;
         mbarrier_expect_at(bar, 16 * BLOCK * 2);
