@@ -66,9 +66,13 @@ target_link_libraries(heddle_objects PRIVATE ${openmp})
 # NaN and infinity have to come out right, so no -ffast-math: only what does not change them. The reference stays as its
 # formulas are written.
 set(not_debug $<NOT:$<CONFIG:Debug>>)
+set(reference_flags $<${not_debug}:-O2>)
+if(HEDDLE_FUZZ) # for seconds of compiling, where the kernels would take minutes, the tests are done in half the time
+    set(reference_flags -O1)
+endif()
 foreach(source IN LISTS library_sources)
     if(source IN_LIST reference_sources)
-        set(flags $<${not_debug}:-O2> -ffp-contract=off)
+        set(flags ${reference_flags} -ffp-contract=off)
     elseif(source MATCHES "/src/cpu/")
         # psABI notes concern calls across files compiled for different vectors, and there are none.
         set(flags $<${not_debug}:-O3> -fno-math-errno -fno-trapping-math -ffp-contract=fast -Wno-psabi)

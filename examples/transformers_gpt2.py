@@ -15,7 +15,7 @@ import heddle.hf
 heddle.hf.register()
 config = GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=100, bos_token_id=0, eos_token_id=0)
 torch.manual_seed(0)
-model = AutoModelForCausalLM.from_config(config, attn_implementation="heddle")  # type: ignore[no-untyped-call]
+model = AutoModelForCausalLM.from_config(config, attn_implementation="heddle")
 model.eval()
 tokens = torch.randint(100, (2, 40))
 padding = torch.ones_like(tokens)
