@@ -24,7 +24,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from gpu_options import BETWEEN, FLOAT32_OPTIONS, OPTIONS
-from gpu_timing import POWER, REST, Clock
+from gpu_timing import POWER, REST, Clock, need_gpu
 from heddle_c import Library
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -442,6 +442,7 @@ def main():
     parser.add_argument("--alone", action="store_true", help="heddle alone, no peers")
     parser.add_argument("--json", help="append a line per case to this file")
     a = parser.parse_args()
+    need_gpu(parser)
     lib, clock, regimes = Library(a.library), Clock(), a.regime or [REST, POWER]
     flops, copy = clock.peaks()
     machine = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "library": lib.c.heddle_version_string().decode(),

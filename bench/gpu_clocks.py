@@ -14,7 +14,7 @@ import statistics
 
 import torch
 
-from gpu_timing import REST, Clock
+from gpu_timing import REST, Clock, need_gpu
 from heddle_c import Library
 
 TILES, CLOCKS, GROUPS = 64, 8, 2  # clocks.cuh's, and the warpgroups at a head dim of 128
@@ -31,6 +31,7 @@ def main():
     parser.add_argument("--plain", help="a library without clocks, to compare with")
     parser.add_argument("--json")
     a = parser.parse_args()
+    need_gpu(parser)
     torch.manual_seed(1)
     q, k, v = (torch.randn(4, 16, 4096, 128, dtype=torch.bfloat16, device="cuda") for _ in range(3))
     job = Library(a.library).attention(q, k, v)

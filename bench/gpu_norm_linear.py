@@ -24,7 +24,7 @@ import torch
 import torch._functorch.config
 import torch.nn.functional as F
 
-from gpu_timing import POWER, REST, Clock
+from gpu_timing import POWER, REST, Clock, need_gpu
 from heddle_c import LAYER_NORM, NO_NORM, Library
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -208,6 +208,7 @@ def main():
     parser.add_argument("--compiled", action="store_true", help="PyTorch by torch.compile, too")
     parser.add_argument("--json", help="append the results to this file, a line each")
     a = parser.parse_args()
+    need_gpu(parser)
     lib, clock, gpu = Library(a.library), Clock(), torch.cuda.get_device_name()
     print(f"{gpu}, torch {torch.__version__}")
     if a.errors:

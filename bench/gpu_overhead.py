@@ -19,6 +19,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
+from gpu_timing import need_gpu
 import heddle
 
 BURST, ROUNDS = 100, 60
@@ -47,8 +48,6 @@ def host_rows():
     grad = [t.clone().requires_grad_() for t in (q, k, v)]
     op, backward = torch.ops.heddle.attention, torch.ops.heddle.attention_backward
     out, lse, _ = op(q, k, v)
-    none = [None] * 9
-    rest = [0, 0, 0, -1, -1, 0.0, 0.0, 0.0, False, False, False]
     x, w = (torch.randn(m, 64, device="cuda", dtype=torch.bfloat16) for m in (16, 64))
 
     def inferring(call):
@@ -89,7 +88,7 @@ def host_rows():
         "torch.ops.heddle.attention, recording a gradient (goal 30)": lambda: op(*grad),
         "heddle.attention, recording a gradient": lambda: heddle.attention(*grad),
         "PyTorch's SDPA (flash), recording a gradient": lambda: sdpa(*grad),
-        "torch.ops.heddle.attention_backward": lambda: backward(q, None, None, out, lse, q, k, v, *none, *rest, 7),
+        "torch.ops.heddle.attention_backward": lambda: backward(q, None, None, out, lse, q, k, v, needs=7),
         "torch.ops.heddle.attention, forward and backward": both(lambda *t: op(*t)[0], grad),
         "heddle.attention, forward and backward": both(heddle.attention, grad),
         "PyTorch's SDPA (flash), forward and backward": both(sdpa, grad),
@@ -176,9 +175,7 @@ def graph_rows():
     q, k, v, g = (torch.randn(1, 1, 128, 32, device="cuda") for _ in range(4))
     op, backward = torch.ops.heddle.attention, torch.ops.heddle.attention_backward
     out, lse, _ = op(q, k, v)
-    none, rest = [None] * 9, [0, 0, 0, -1, -1, 0.0, 0.0, 0.0, False, False, False]
-    calls = {"forward": lambda: op(q, k, v),
-             "backward": lambda: backward(g, None, None, out, lse, q, k, v, *none, *rest, 7)}
+    calls = {"forward": lambda: op(q, k, v), "backward": lambda: backward(g, None, None, out, lse, q, k, v, needs=7)}
     rows = []
     for name, call in calls.items():
         for count in (1, 50):
@@ -193,6 +190,8 @@ def main():
     arguments.add_argument("--json", help="append a line for each row to this file")
     arguments.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     given = arguments.parse_args()
+    if given.device == "cuda":
+        need_gpu(arguments)
     torch.set_num_threads(1)
     rows = host_rows() + graph_rows() if given.device == "cuda" else []
     rows += option_rows(given.device)

@@ -13,7 +13,7 @@ import json
 
 import torch
 
-from gpu_timing import REST, Clock
+from gpu_timing import REST, Clock, need_gpu
 from heddle_c import Library
 
 ROWS = [("decode", 64, 32, 8, 1, 8192, 128), ("decode", 64, 8, 8, 1, 8192, 128), ("decode", 8, 32, 8, 1, 8192, 128),
@@ -63,6 +63,7 @@ def main():
     parser.add_argument("--library", default="build/libheddle.so")
     parser.add_argument("--json")
     a = parser.parse_args()
+    need_gpu(parser)
     lib, clock = Library(a.library), Clock()
     rows = [measure(lib, clock, *row) for row in ROWS]
     if a.json:

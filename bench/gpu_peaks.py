@@ -9,25 +9,42 @@ import json
 import statistics
 
 import torch
-import triton
-import triton.language as tl
 
-from gpu_timing import Clock
+from gpu_timing import Clock, need_gpu
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # PyTorch for a CPU comes without
+    triton = None
 
 SIDE, BYTES = 8192, 1 << 32
 BLOCKS = [(size, warps) for size in (1024, 2048, 4096, 8192, 16384) for warps in (4, 8)]  # of 32 bits
 
 
-@triton.jit
-def read(source, sums, block: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
-    tl.store(sums + tl.program_id(0), tl.sum(tl.load(source + at), 0))
+if triton:
+    @triton.jit
+    def read(source, sums, block: tl.constexpr):
+        at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+        tl.store(sums + tl.program_id(0), tl.sum(tl.load(source + at), 0))
+
+
+def rates(rest, power, copy, reads):
+    """What the row says, and which of BLOCKS reads fastest: of seconds, a product's at rest and at the power limit, a copy's, and
+    those of reading by each of BLOCKS."""
+    best = min(range(len(BLOCKS)), key=lambda n: reads[n])
+    flops = 2 * SIDE**3 * 1e-12
+    return {"product_tflops": {"rest": round(flops / rest), "power": round(flops / power)},
+            "read_tbs": round(BYTES / reads[best] * 1e-12, 2), "copy_tbs": round(2 * BYTES / copy * 1e-12, 2)}, BLOCKS[best]
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", help="append a line to this file")
     a = parser.parse_args()
+    need_gpu(parser)
+    if not triton:
+        parser.exit(1, f"{parser.prog}: no Triton, which compiles the kernel that reads\n")
     torch.manual_seed(1)
     x, y = (torch.randn(SIDE, SIDE, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     product = torch.empty_like(x)
@@ -42,17 +59,14 @@ def main():
         if not torch.equal(sums[: BYTES // 4 // size], source.view(-1, size).sum(1, dtype=torch.int32)):
             raise SystemExit("the kernel that reads has not read")
     clock = Clock()
-    rest = 2 * SIDE**3 / statistics.median(clock.rest([lambda: torch.mm(x, y, out=product)], 15)[0]) * 1e-12
+    rest = statistics.median(clock.rest([lambda: torch.mm(x, y, out=product)], 15)[0])
     calls = [lambda: torch.mm(x, y, out=product), lambda: copied.copy_(source), *(reads(*block) for block in BLOCKS)]
-    times = [statistics.median(each) for each in clock.power(calls)]
-    power, copy = 2 * SIDE**3 / times[0] * 1e-12, 2 * BYTES / times[1] * 1e-12
-    best = min(range(len(BLOCKS)), key=lambda n: times[2 + n])
-    reading = BYTES / times[2 + best] * 1e-12
-    row = {"table": "peaks", "gpu": torch.cuda.get_device_name(), "torch": torch.__version__,
-           "product_tflops": {"rest": round(rest), "power": round(power)},
-           "read_tbs": round(reading, 2), "copy_tbs": round(copy, 2)}
-    print(f"{row['gpu']}, torch {row['torch']}: a bfloat16 product of {SIDE}³ {rest:.0f} TFLOP/s at rest, {power:.0f} at the "
-          f"power limit; reading 4 GiB {reading:.2f} TB/s ({BLOCKS[best]}), copying it {copy:.2f}")
+    power, copy, *of_reads = [statistics.median(each) for each in clock.power(calls)]
+    found, block = rates(rest, power, copy, of_reads)
+    row = {"table": "peaks", "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, **found}
+    print("{gpu}, torch {torch}: a bfloat16 product of {side}³ {product_tflops[rest]} TFLOP/s at rest, "
+          "{product_tflops[power]} at the power limit; reading 4 GiB {read_tbs} TB/s ({block}), copying it {copy_tbs}"
+          .format(**row, side=SIDE, block=block))
     if a.json:
         with open(a.json, "a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")

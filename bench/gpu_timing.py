@@ -16,6 +16,12 @@ RECOVERY = 1.0  # seconds in which a card at its power limit comes back to the c
 BURST = 100  # calls enqueued behind a device that is kept busy, where the host is slower than the device
 
 
+def need_gpu(parser):
+    """Ends the program of these arguments with a word where there is nothing to measure."""
+    if not torch.cuda.is_available():
+        parser.exit(1, f"{parser.prog}: torch {torch.__version__} sees no GPU\n")
+
+
 class Clock:
     def __init__(self):
         self.flush = torch.empty(FLUSH_BYTES // 4, dtype=torch.int32, device="cuda")

@@ -105,6 +105,38 @@ def test_without_gpu() -> None:
     assert done.returncode == 1 and "bench --gpu needs a GPU" in done.stderr
 
 
+SCRIPTS = {
+    name: ["--library", "none"] if name in ("gpu_clocks", "gpu_pages") else []
+    for name in ("gpu_attention", "gpu_clocks", "gpu_norm_linear", "gpu_overhead", "gpu_pages", "gpu_peaks")
+}
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_scripts_by_themselves(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each tells of itself, and where there is nothing to measure says so before it makes anything."""
+    bench = script(name, monkeypatch)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for given, status, said in (
+        (["--help"], 0, "--json"),
+        (SCRIPTS[name], 1, f"{name}.py: torch {torch.__version__} sees no GPU"),
+    ):
+        monkeypatch.setattr(sys, "argv", [f"{name}.py", *given])
+        with pytest.raises(SystemExit) as end:
+            bench.main()
+        told = capsys.readouterr()
+        assert end.value.code == status and said in told.out + told.err
+
+
+def test_peaks_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By hand: 2·8192³ operations in 1.6 and 2 ms, 4 GiB read and written in 2.2 ms, and read in 1 ms at best."""
+    peaks = script("gpu_peaks", monkeypatch)
+    reads = [2e-3] * len(peaks.BLOCKS)
+    reads[3] = 1e-3
+    found, block = peaks.rates(1.6e-3, 2e-3, 2.2e-3, reads)
+    assert found == {"product_tflops": {"rest": 687, "power": 550}, "read_tbs": 4.29, "copy_tbs": 3.9}
+    assert block == (2048, 8) == peaks.BLOCKS[3]
+
+
 def test_unknown_part() -> None:
     done = dev("stride")
     assert done.returncode == 1 and "attention, norm_linear, overhead or step" in done.stderr

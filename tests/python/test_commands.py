@@ -13,6 +13,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -95,11 +96,10 @@ ELSEWHERE = {
 # What no test runs, and why.
 NOT = {
     r"\./dev test(?: -R attention| -R emulated| --long)?": "it is what runs this",
-    r"\./dev bench --cpu(?: --only (?:options|small-batches)| overhead| ways-in)?": "minutes of a machine at rest",
-    r"\./dev bench --gpu.*|python3 bench/(?:gpu_norm_linear|parallel|ways_in)\.py.*": "wants a GPU, or several",
+    r"\./dev bench --gpu": "an hour of a GPU; test_gpu_bench runs its parts",
+    r"python3 bench/parallel\.py .*": "wants several GPUs",
     r"HEDDLE_TORCH_SUITE=.* \./dev test --long": "wants PyTorch's sources; what it runs is run on a small file",
     r"\./dev gpu-test": "wants a GPU",
-    r"HEDDLE_TEST_DEVICE=cuda .*": "wants a GPU",
     r"heddle (?:verify|attention .*) --device cuda.*": "wants a GPU; test_gpu_commands runs them there",
     r"\./dev report \[bench options\]": "what stands for options; ./dev report itself is run",
     r"git show HASH": "git's own",
@@ -111,6 +111,15 @@ HERE = {
     "test_whole_commands": (r"heddle verify(?: --bins)?", r"heddle bench"),
     "test_sweep": (r"\./dev sweep(?: \d+)?", r"HEDDLE_SWEEP_KEEP=.*", r"tests/sweep\.sh --merge .*"),
     "test_emulated": (r"export HEDDLE_TEST_DEVICE=.*", r"HEDDLE_SEED=\d+ .*/emulated_sweep"),
+    "test_gpu_bench": (
+        r"\./dev bench --gpu (?:attention|norm_linear|overhead|step).*",
+        r"python3 bench/(?:gpu_norm_linear|ways_in)\.py.*",
+    ),
+    "test_gpu_sweep": (r"HEDDLE_TEST_DEVICE=cuda .*",),
+    "test_cpu_bench": (
+        r"\./dev bench --cpu(?: --only (?:options|small-batches))?",
+        r"\./dev bench --cpu (?:overhead|ways-in)",
+    ),
     "test_help": (r"\./dev help",),
     "test_clone": (
         r"git clone .*",
@@ -233,6 +242,50 @@ def test_gpu_commands(build, tmp_path):
         run("heddle verify --device cuda", tmp_path, **with_command(build))
 
 
+# Of each script what makes its run short: a row or two, if it has many.
+SHORTER = {
+    r"\./dev bench --gpu attention.*D512": " --regime rest --alone",
+    r"\./dev bench --gpu attention --table shapes": " --regime rest --alone --filter B3H5/5S1537D64",
+    r"\./dev bench --gpu attention.*": " --regime rest --alone --filter B32H16/16S512D128c-bfloat16",
+    r"\./dev bench --gpu norm_linear": " --regime rest --filter 'm16 k4096 n4096 bfloat16'",
+    r"python3 bench/gpu_norm_linear\.py.*": " --regime rest --filter 'm16 k4096 n4096 bfloat16'",
+    r"\./dev bench --gpu step": " --layers 1 --rounds 1 --no-compile --filter 'gpt2 124M 1k'",
+    r"\./dev bench --gpu overhead": "",
+    r"python3 bench/ways_in\.py.*": " --rounds 2",
+    r"\./dev bench --cpu(?: --only .*)?": " --quick --seconds 0.02",
+    r"\./dev bench --cpu overhead": "",
+    r"\./dev bench --cpu ways-in": " --rounds 2",
+}
+
+
+def in_short(name: str) -> list[str]:
+    """What pages show of this test's, each command with less to do."""
+    commands = sorted(c for c in SHOWN if any(matches(pattern, c) for pattern in HERE[name]))
+    return [c + next(more for pattern, more in SHORTER.items() if matches(pattern, c)) for c in commands]
+
+
+def only_with_gpu() -> None:
+    if not pytest.importorskip("torch").cuda.is_available():
+        pytest.skip("no GPU")
+
+
+@pytest.mark.parametrize("command", in_short("test_gpu_bench"))
+def test_gpu_bench(build, command):
+    only_with_gpu()
+    if command.startswith("python3"):
+        command = command.replace("python3", shlex.quote(sys.executable))
+        command += f" --library {shlex.quote(str(build))}/libheddle.so" * ("norm_linear" in command)
+    environment = {"HEDDLE_BUILD_DIR": str(build), "HEDDLE_BENCH_PYTHON": sys.executable}
+    assert re.search(r"\d", run(command.replace("--filter prepared ", ""), ROOT, **environment))
+
+
+def test_gpu_sweep(build):
+    only_with_gpu()
+    command = of_page("CONTRIBUTING.md", HERE["test_gpu_sweep"][0])
+    command = command.replace("HEDDLE_SWEEP_RECORD=record ", "").replace("100000 32", "3 1").replace("=60", "=1")
+    assert "cases" in run(command, ROOT, HEDDLE_BUILD_DIR=str(build))
+
+
 @long
 def test_whole_commands(build, tmp_path):
     """Each kernel of this machine against float64, and how fast it is, at the smallest number of measurements."""
@@ -302,6 +355,14 @@ def clone(tmp_path_factory):
         "CMAKE_BUILD_PARALLEL_LEVEL": os.environ.get("HEDDLE_JOBS", str(os.cpu_count())),
         "HEDDLE_BUILD_DIR": "build",
     }
+
+
+@long
+def test_cpu_bench(clone):
+    """Numbers come out; on a machine that is not at rest they say nothing."""
+    tree, environment = clone
+    for command in in_short("test_cpu_bench"):
+        assert re.search(r"\d", run(command, tree, HEDDLE_BENCH_PYTHON=sys.executable, **environment))
 
 
 @long
