@@ -478,12 +478,14 @@ def main():
     parser.add_argument("--quick", action="store_true", help="a few rows of each section, none recorded")
     parser.add_argument("--only", choices=SECTIONS, action="append", help="only this section (may be repeated)")
     parser.add_argument("--threads", type=int, action="append", help="default: 1, then all cores")
-    parser.add_argument("--seconds", type=float, default=2.0, help="time for a row; default 2")
+    parser.add_argument("--seconds", type=float, help="time for a row; default 2, of --quick 0.4")
     parser.add_argument("--out", type=pathlib.Path, help="the JSON lines; default, unless --quick: "
                         "bench/results/<cpu>.jsonl")
     options = parser.parse_args()
     torch.manual_seed(0)
-    machine = Machine(options.build, 0.4 if options.quick else options.seconds)
+    if options.seconds is None:
+        options.seconds = 0.4 if options.quick else 2.0
+    machine = Machine(options.build, options.seconds)
     header = header_of(machine)
     report = Report(machine, header)
     print(f"heddle {machine.heddle.c.heddle_version_string().decode()} ({header['commit']}, {header['compiler']}) and "

@@ -252,7 +252,8 @@ SHORTER = {
     r"\./dev bench --gpu step": " --layers 1 --rounds 1 --no-compile --filter 'gpt2 124M 1k'",
     r"\./dev bench --gpu overhead": "",
     r"python3 bench/ways_in\.py.*": " --rounds 2",
-    r"\./dev bench --cpu(?: --only .*)?": " --quick --seconds 0.02",
+    r"\./dev bench --cpu": " --quick --seconds 0.02 --only vit --only dropout",
+    r"\./dev bench --cpu --only .*": " --quick --seconds 0.02 --threads 1",
     r"\./dev bench --cpu overhead": "",
     r"\./dev bench --cpu ways-in": " --rounds 2",
 }
