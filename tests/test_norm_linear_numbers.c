@@ -71,7 +71,7 @@ static void test_coarse_rows(void **state) {
     (void)state;
     static const double means[] = {120, 300, 1000, 30000};
     static const int64_t sizes[][3] = {{300, 64, 64}, {270, 1000, 120}, {129, 40, 7}};
-    const int64_t fewer = test_emulated() ? 4 : 1; /* rows and features, as an emulator has minutes for all */
+    const int64_t fewer = test_emulated() ? 4 : 1; /* rows and features; all of them take an emulator minutes */
     for (size_t x = 0; x < COUNT(means) * COUNT(sizes); x++) {
         const int64_t *size = sizes[x / COUNT(means)];
         norm_linear_case c = make_case(size[0] / fewer, size[1], (size[2] + fewer - 1) / fewer);
