@@ -318,10 +318,10 @@ INLINE void work(const attention_params &p, const crew &crew, char *shared) {
         find_keys<BLOCK, layout::with>(p, crew, opaque(turn), &again);
         const int row = k.group * 64 + (int)threadIdx.x % WARPGROUP / 32 * 16, rows = again.c.all_sk - again.key0;
         const int64_t key0 = again.c.first_k + again.key0;
-        store_tile<T, D>(p.adds, p.t.dv, row_at(p.a.dv_stride, again.c.n, again.y, key0), p.a.dv_stride.s, row, rows,
-                         (int)p.a.dv, layout::is_full ? p.keep_scale : 1.0f, dv);
-        store_tile<T, D>(p.adds, p.t.dk, row_at(p.a.dk_stride, again.c.n, again.y, key0), p.a.dk_stride.s, row, rows,
-                         (int)p.a.d, p.scale, dk);
+        end_tile<T, D>(p.adds, p.t.dv, row_at(p.a.dv_stride, again.c.n, again.y, key0), p.a.dv_stride.s, row, rows,
+                       (int)p.a.dv, layout::is_full ? p.keep_scale : 1.0f, dv);
+        end_tile<T, D>(p.adds, p.t.dk, row_at(p.a.dk_stride, again.c.n, again.y, key0), p.a.dk_stride.s, row, rows,
+                       (int)p.a.d, p.scale, dk);
     }
 }
 
@@ -360,7 +360,7 @@ INLINE void attention_bwd(const attention_params_sm90 &all) {
 
 /* That run on a multiprocessor at a time. */
 #define blocks_bwd(dim) 1
-#define blocks_gather(dim) (dim > 128 ? 3 : 5)
+#define blocks_gather(dim) 8
 #define blocks_light(dim) 8
 #define is_lean false, 0, true
 #define is_long true, 0, true

@@ -302,11 +302,11 @@ INLINE void work_dkdv(const attention_params &p, const crew &c, char *shared) {
         const int row = group * 64 + (int)threadIdx.x % WARPGROUP / 32 * 16, rows = again.c.all_sk - again.key0;
         const int64_t key0 = again.c.first_k + again.key0;
         if (MAKES & MAKES_DV)
-            store_tile<T, D>(p.adds, p.t.dv, row_at(p.a.dv_stride, again.c.n, again.y, key0), p.a.dv_stride.s, row,
-                             rows, (int)p.a.dv, FULL ? p.keep_scale : 1.0f, dv);
+            end_tile<T, D>(p.adds, p.t.dv, row_at(p.a.dv_stride, again.c.n, again.y, key0), p.a.dv_stride.s, row, rows,
+                           (int)p.a.dv, FULL ? p.keep_scale : 1.0f, dv);
         if (MAKES & MAKES_DK)
-            store_tile<T, D>(p.adds, p.t.dk, row_at(p.a.dk_stride, again.c.n, again.y, key0), p.a.dk_stride.s, row,
-                             rows, (int)p.a.d, p.scale, dk);
+            end_tile<T, D>(p.adds, p.t.dk, row_at(p.a.dk_stride, again.c.n, again.y, key0), p.a.dk_stride.s, row, rows,
+                           (int)p.a.d, p.scale, dk);
     }
 }
 

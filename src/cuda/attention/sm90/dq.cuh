@@ -331,9 +331,9 @@ INLINE void work_dq(const attention_params &p, char *shared) {
         pin_all<D / 8>(dq);
         query_work again;
         find_queries<BLOCK, FULL>(p, opaque(turn), &again);
-        store_tile<T, D>(p.adds, p.t.dq, row_at(p.a.dq_stride, again.c.n, again.x, again.c.first_q + again.query0),
-                         p.a.dq_stride.s, group * 64 + (int)threadIdx.x % WARPGROUP / 32 * 16,
-                         again.c.all_sq - again.query0, (int)p.a.d, p.scale, dq);
+        end_tile<T, D>(p.adds, p.t.dq, row_at(p.a.dq_stride, again.c.n, again.x, again.c.first_q + again.query0),
+                       p.a.dq_stride.s, group * 64 + (int)threadIdx.x % WARPGROUP / 32 * 16,
+                       again.c.all_sq - again.query0, (int)p.a.d, p.scale, dq);
     }
 }
 

@@ -311,7 +311,7 @@ INLINE void work(const attention_params &p, const crew &crew, char *shared, int 
         find_work<MAKES>(p, crew, opaque(turn), &again);
         const heddle_strides &s = MAKES == MAKES_DQ ? p.a.dq_stride : MAKES == MAKES_DK ? p.a.dk_stride : p.a.dv_stride;
         const int first = group * layout::second * 64, width = (int)(MAKES == MAKES_DV ? p.a.dv : p.a.d);
-        store_tile<T, COLUMNS>(
+        end_tile<T, COLUMNS>(
             p.adds,
             MAKES == MAKES_DQ   ? p.t.dq
             : MAKES == MAKES_DK ? p.t.dk

@@ -165,10 +165,10 @@ INLINE void store_keys(const attention_params &p, const state &k, const float (*
     constexpr bool IS_FIRST = layout::rank == FIRST;
     const key_work &w = *k.work;
     const heddle_strides &s = IS_FIRST ? p.a.dv_stride : p.a.dk_stride;
-    store_tile<T, layout::dim>(p.adds, IS_FIRST ? p.t.dv : p.t.dk, row_at(s, w.c.n, w.y, w.c.first_k + w.key0), s.s,
-                               k.group * 64 + (int)threadIdx.x % WARPGROUP / 32 * 16, w.c.all_sk - w.key0,
-                               (int)(IS_FIRST ? p.a.dv : p.a.d),
-                               IS_FIRST ? layout::with ? p.keep_scale : 1.0f : p.scale, sum);
+    end_tile<T, layout::dim>(p.adds, IS_FIRST ? p.t.dv : p.t.dk, row_at(s, w.c.n, w.y, w.c.first_k + w.key0), s.s,
+                             k.group * 64 + (int)threadIdx.x % WARPGROUP / 32 * 16, w.c.all_sk - w.key0,
+                             (int)(IS_FIRST ? p.a.dv : p.a.d), IS_FIRST ? layout::with ? p.keep_scale : 1.0f : p.scale,
+                             sum);
 }
 
 /* A tile of keys after the other. */

@@ -17,6 +17,51 @@ template <int D, int ROWS> struct tile90 {
     static constexpr int bytes = strips * strip;
 };
 
+/* Of the 16 rows of a warp a lane's four numbers side by side, times `by`: of two lanes one has those of a row of the upper half, the
+ * other those of the lower one. */
+INLINE int four_row(void) {
+    return (int)(threadIdx.x % 2 * 8 + threadIdx.x % 32 / 4);
+}
+INLINE int four_column(void) {
+    return (int)(threadIdx.x % 4 / 2 * 4);
+}
+INLINE float4 take_four(const float *c, float by) {
+    const bool odd = threadIdx.x % 2;
+    const float a = __shfl_xor_sync(ALL_LANES, odd ? c[0] : c[2], 1),
+                b = __shfl_xor_sync(ALL_LANES, odd ? c[1] : c[3], 1);
+    return odd ? make_float4(a * by, b * by, c[2] * by, c[3] * by) : make_float4(c[0] * by, c[1] * by, a * by, b * by);
+}
+
+/* The 16 rows of a warp, added to float32 sums by the only one who does. Nothing is read, so that no register waits. */
+template <int D>
+INLINE void add_tile(float *to, int64_t stride, int warp_row, int rows, int width, float by, const float (*c)[4]) {
+    const int row = warp_row + four_row();
+    float *const line = to + row * stride + four_column();
+    const bool whole = __all_sync(ALL_LANES, ((size_t)line | (size_t)(width * 4)) % 16 == 0);
+    const int end = row < rows ? width - four_column() : 0;
+#pragma unroll
+    for (int y = 0; y < D / 8; y++) {
+        const float4 x = take_four(c[y], by);
+        const float each[4] = {x.x, x.y, x.z, x.w};
+        if (whole && y * 8 < end)
+            add_global4(line + y * 8, x);
+#pragma unroll
+        for (int e = 0; !whole && e < 4; e++)
+            if (y * 8 + e < end)
+                add_global(line + y * 8 + e, each[e]);
+    }
+}
+
+/* A tile's rows as store_tile has them. */
+template <typename T, int D>
+INLINE void end_tile(bool adds, void *to, int64_t at, int64_t stride, int warp_row, int rows, int width, float by,
+                     const float (*c)[4]) {
+    if (adds && to)
+        add_tile<D>((float *)to + at, stride, warp_row, rows, width, by, c);
+    else
+        store_tile<T, D>(false, to, at, stride, warp_row, rows, width, by, c);
+}
+
 /* Shared memory of a block begins where it likes, tiles do not. */
 INLINE uint32_t align_tiles(uint32_t at) {
     return (at + SM90_TILE_ALIGNMENT - 1) & ~(SM90_TILE_ALIGNMENT - 1u);

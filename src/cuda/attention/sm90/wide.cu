@@ -398,10 +398,10 @@ INLINE void work(const attention_params &p, const crew &crew, char *shared, int 
         key_work again; /* or its registers would be kept through the loop */
         find_keys<BLOCK, layout::with, OWN>(p, crew, opaque(turn), &again);
         const heddle_strides &s = group == 0 ? p.a.dv_stride : p.a.dk_stride;
-        store_tile<T, D>(p.adds, group == 0 ? p.t.dv : p.t.dk,
-                         row_at(s, again.c.n, again.y, again.c.first_k + again.key0), s.s,
-                         (int)threadIdx.x % WARPGROUP / 32 * 16, again.c.all_sk - again.key0,
-                         (int)(group == 0 ? p.a.dv : p.a.d), group == 0 ? p.keep_scale : p.scale, sum);
+        end_tile<T, D>(p.adds, group == 0 ? p.t.dv : p.t.dk,
+                       row_at(s, again.c.n, again.y, again.c.first_k + again.key0), s.s,
+                       (int)threadIdx.x % WARPGROUP / 32 * 16, again.c.all_sk - again.key0,
+                       (int)(group == 0 ? p.a.dv : p.a.d), group == 0 ? p.keep_scale : p.scale, sum);
     }
 }
 
