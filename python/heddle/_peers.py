@@ -12,8 +12,38 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from heddle import _C
+
 _ALIGN = 256  # bytes: where a part of the memory may begin
 _SECONDS = 600.0  # NCCL's own limit, for a group that names none
+
+
+def regular(tensor: Tensor) -> Tensor:
+    """[b, h, s, d] whose heads lie each in one piece, as they are copied: by their memory."""
+    tensor = tensor.resolve_neg()
+    return tensor if tensor[0, 0].is_contiguous() else tensor.contiguous()
+
+
+def runs_of(to: Tensor, source: Tensor) -> list[tuple[int, int, int, int, int, int]]:
+    """Where runs of bytes go and come from, in as few rectangles as their distances allow: the address and the distance
+    of either, the bytes, how many."""
+    size = source.element_size()
+    if source.dim() != 4 or (to.is_contiguous() and source.is_contiguous()):
+        count = source.numel() * size
+        return [(to.data_ptr(), count, source.data_ptr(), count, count, 1)]
+    b, h = source.shape[:2]
+    run = source[0, 0].numel() * size
+    if h == 1 or all(t.stride(0) == h * t.stride(1) for t in (to, source)):
+        b, h = 1, b * h
+    steps = [size * t.stride(0 if source.shape[1] == 1 else 1) if h > 1 else run for t in (to, source)]
+    at = [[t.data_ptr() + x * t.stride(0) * size for x in range(b)] for t in (to, source)]
+    return [(there, steps[0], here, steps[1], run, h) for there, here in zip(*at, strict=True)]
+
+
+def stream_of(device: torch.device) -> int:
+    """The current one, as the driver has it."""
+    found: int = torch._C._cuda_getCurrentRawStream(device.index)
+    return found
 
 
 def aligned(size: int) -> int:
@@ -43,7 +73,7 @@ class Peers:
     copies and meetings, then `leave`."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self.group, self.device = group, device
+        self.group, self.device, self.rank = group, device, dist.get_rank(group)
         self.size = 0
         self.memory: list[Tensor] = []  # bytes, of each process
         self.stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -83,12 +113,16 @@ class Peers:
         memory = symmetric.empty(size, dtype=torch.uint8, device=self.device)
         self._handle = symmetric.rendezvous(memory, self.group)
         self.memory = [self._handle.get_buffer(x, (size,), torch.uint8) for x in range(dist.get_world_size(self.group))]
-        self.memory[dist.get_rank(self.group)] = memory
+        self.memory[self.rank] = memory
         self.size = size
 
     def part(self, rank: int, first: int, like: Tensor) -> Tensor:
         """As many bytes from `first` on as `like` has, of its type: flat."""
         return self.memory[rank][first : first + like.numel() * like.element_size()].view(like.dtype)
+
+    def box(self, first: int, count: int, dtype: torch.dtype) -> Tensor:
+        """So many numbers of this process's memory."""
+        return self.memory[self.rank][first : first + count * dtype.itemsize].view(dtype)
 
     def arrive(self, size: int) -> None:
         """All have left the pass before: what is in the memory may be overwritten."""
@@ -101,13 +135,15 @@ class Peers:
         """On the current streams of all processes: what each has queued before is done, and seen by the others."""
         self._handle.barrier(channel=0, timeout_ms=self._milliseconds)
 
-    def copy(self, to: Tensor, source: Tensor) -> Copy:
-        """Flat tensors of the same type. Beside what is queued from now on; `source` is there, and `to` is free, when
-        what was queued before is done."""
+    def copy(self, *pairs: tuple[Tensor, Tensor]) -> Copy:
+        """Each (to, source) of the same type and shape, flat or [b, h, s, d] that is `regular`. Beside what is queued
+        from now on; `source` is there, and `to` is free, when what was queued before is done."""
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self.stream):
-            to.copy_(source)
-        return Copy(self, self.stream.record_event(), (to, source))
+        with torch.cuda.device(self.device):
+            for to, source in pairs:
+                for runs in runs_of(to, source):
+                    _C.cuda_copy(*runs, self.stream.cuda_stream)
+        return Copy(self, self.stream.record_event(), tuple(t for pair in pairs for t in pair))
 
     def nothing(self) -> Copy:
         return Copy(self, None, ())

@@ -19,15 +19,18 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from heddle import _C, attention
+from heddle._all_to_all import exchange
 from heddle._errors import HeddleTypeError, HeddleValueError
 from heddle._kinds import autocast_dtype, need_tensors
 from heddle._ops import cast
 from heddle._options import Causal, causal_of, number_of, scale_of, window_of
 from heddle._parallel_lists import BlockLists
 from heddle._peers import Peers
+from heddle._places import Places
 from heddle._plain import new_rng_state
-from heddle._ring import BACKWARD, BITS, Ring, bytes_of, exchange, gather, real_of, ring_attention
+from heddle._ring import BACKWARD, BITS, Ring, on, ring_attention
 from heddle._torch import blocks_of
+from heddle._travel import bytes_of, gather, real_of
 
 _are_transforms_active: Any = torch._C._are_functorch_transforms_active
 _CPU, _REF, _CUDA = 0, 1, 2
@@ -58,6 +61,7 @@ _UNSHARDED = ("the number of dimensions", "the number of rows", "the other sizes
 # Of these the numbers tell nobody anything.
 _UNSHOWN = ("scale", "softcap", "dropout", "method", "compare", "transport", *_AGREED[-4:-3], *_UNSHARDED[2:4])
 _NOT_GIVEN = (None, None, None)
+_MOST_PLACES = 64  # kept
 
 
 def _bits(number: float) -> int:
@@ -78,9 +82,10 @@ class ContextParallel:
             first call with such sizes and options ("once"), which saves the hosts a message. With "once" a process
             that is given something else later becomes an error on the others at the end of the group's timeout.
         transport: "auto": GPUs of one host that reach each other's memory leave what travels to their copy engines,
-            through memory that all processes of the group share (PyTorch's symmetric memory; with backward about six
-            times the bytes of this process's k and v, kept for the next call); elsewhere, and with "messages"
-            everywhere, it is messages of torch.distributed. `routes` tells which after the first call.
+            through memory that all processes of the group share (PyTorch's symmetric memory, kept for the next call: of
+            two processes the bytes of one's k and v, with backward three times as many; of more processes twice that);
+            elsewhere, and with "messages" everywhere, it is messages of torch.distributed. `routes` tells which after
+            the first call.
         leave: how many multiprocessors of a GPU attention leaves to NCCL while a ring's messages are on their way
             (`multiprocessors` of heddle.attention is the rest). Copy engines need none.
 
@@ -140,6 +145,7 @@ class ContextParallel:
         self._peers: dict[dist.ProcessGroup, Peers | str] = {}
         self._compare = compare
         self._agreed: set[tuple[int, ...]] = set()
+        self._places: dict[tuple[float, ...], Places] = {}
 
         # What the processes must have been made with alike.
         kinds = (self.ring_group is not None) + 2 * (self.heads_group is not None)
@@ -352,7 +358,7 @@ class ContextParallel:
         q, k, v = (t.resolve_neg() for t in (q, k, v))  # their memory is read
         h = q.shape[1]
         if self.heads > 1:
-            q, k, v = (self._exchange(t, True) for t in (q, k, v))
+            q, k, v = self._exchange(True, q, k, v)
             mine = slice(self.heads_rank * h // self.heads, (self.heads_rank + 1) * h // self.heads)
             lists = None if lists is None else lists.of_heads(mine)
             slopes = None if slopes is None else slopes[..., mine]
@@ -421,28 +427,42 @@ class ContextParallel:
             "blocks_of_b": int(lists is not None and lists.rows.shape[0] != 1),
             "blocks_of_h": int(lists is not None and lists.rows.shape[1] != 1),
         }
-        with torch.cuda.device(q.device if q.device.type == "cuda" else -1):
+        with on(q.device):
             _C.workspace("attention", BACKWARD, description)  # what the library refuses it refuses here, on all alike
         off = 0 if corner == 1 else whole["k"] - whole["q"]
         low = off - left if left >= 0 else -math.inf
         high = min(off if corner else math.inf, off + right if right >= 0 else math.inf)
         rows = {"q": description["sq"], "k": description["sk"]}
+        placed = slopes is not None or dropout > 0
+        places = self._places_of(rows, (low, high), placed, lists)
         peers = self._shared(self.ring_group) if self.ring > 1 else None
-        ring = Ring(self.ring_group, self.ring, self.ring_rank, self.runs, rows, description, low, high, peers)
-        ring.limit = self._limit(q.device)
-        if lists is not None:
-            ring.lists, ring.shown = lists, lists.shown(self.ring * self.runs, rows)
+        ring = Ring(self.ring_group, places, description, q.device, peers, self._limit(q.device), lists=lists)
         if segments is not None:
             ring.q_segments = segments[0]
             ring.k_segments = tuple(gather(segments[1], self.ring_group))
-        out, lse = ring_attention(ring, q, k, v, slopes, sinks)
+        with on(q.device):
+            out, lse = ring_attention(ring, q, k, v, slopes, sinks)
         return self._to_rows(out, lse if return_lse else None)
+
+    def _places_of(
+        self, rows: dict[str, int], band: tuple[float, float], placed: bool, lists: BlockLists | None
+    ) -> Places:
+        """The same for calls with the same sizes and masks, but where lists of blocks say who sees whom."""
+        at = self.ring, self.ring_rank, self.runs
+        if lists is not None:
+            return Places(at, rows, band, placed, lists.shown(self.ring * self.runs, rows))
+        key = (*rows.values(), *band, placed)
+        if key not in self._places:
+            if len(self._places) >= _MOST_PLACES:
+                self._places.clear()
+            self._places[key] = Places(at, rows, band, placed)
+        return self._places[key]
 
     def _to_rows(self, out: Tensor, lse: Tensor | None) -> Any:
         """Results of this process's heads as those of its rows."""
         if self.heads > 1:
-            out = self._exchange(out, False)
-            lse = None if lse is None else self._exchange(lse[..., None], False)[..., 0]
+            out, *more = self._exchange(False, out, *(() if lse is None else (lse[..., None],)))
+            lse = more[0][..., 0] if more else None
         return out if lse is None else (out, lse)
 
     def _ids(self, q: Tensor, k: Tensor, q_segments: Any, k_segments: Any) -> tuple[Tensor, Tensor] | None:
@@ -544,9 +564,10 @@ class ContextParallel:
         found = None if group is None else self._peers.get(group)
         return found if isinstance(found, Peers) else None
 
-    def _exchange(self, tensor: Tensor, to_heads: bool) -> Tensor:
-        exchanged: Tensor = exchange(tensor, self.heads_group, self.runs, to_heads, self._shared(self.heads_group))
-        return exchanged
+    def _exchange(self, to_heads: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
+        peers = self._shared(self.heads_group)
+        made: tuple[Tensor, ...] = exchange(self.heads_group, self.runs, to_heads, peers, *tensors)
+        return made
 
     @property
     def routes(self) -> dict[str, str]:

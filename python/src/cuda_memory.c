@@ -9,6 +9,22 @@
 #include <stdlib.h>
 #include <string.h>
 
+/* CUDA_MEMCPY2D of the driver's interface. */
+typedef struct place {
+    size_t x, y;
+    int kind;
+    const void *host;
+    uint64_t address;
+    void *array;
+    size_t pitch;
+} place;
+typedef struct rectangle {
+    place from, to;
+    size_t width, height;
+} rectangle;
+
+enum { UNIFIED_MEMORY = 4, MOST_PITCH = INT32_MAX };
+
 #define DRIVER_CALLS(X)                                                                                                \
     X(cuInit, "cuInit", (unsigned))                                                                                    \
     X(cuDeviceGet, "cuDeviceGet", (int *, int))                                                                        \
@@ -19,6 +35,8 @@
     X(cuMemFree, "cuMemFree_v2", (uint64_t))                                                                           \
     X(cuMemsetD8, "cuMemsetD8_v2", (uint64_t, unsigned char, size_t))                                                  \
     X(cuMemsetD8Async, "cuMemsetD8Async", (uint64_t, unsigned char, size_t, void *))                                   \
+    X(cuMemcpyAsync, "cuMemcpyAsync", (uint64_t, uint64_t, size_t, void *))                                            \
+    X(cuMemcpy2DAsync, "cuMemcpy2DAsync_v2", (const rectangle *, void *))                                              \
     X(cuStreamSynchronize, "cuStreamSynchronize", (void *))                                                            \
     X(cuGetErrorString, "cuGetErrorString", (int, const char **))
 
@@ -170,6 +188,36 @@ PyObject *heddle_cuda_address(PyObject *self, PyObject *memory) {
     (void)self;
     const block *b = PyCapsule_GetPointer(memory, block_name);
     return b ? PyLong_FromUnsignedLongLong(b->address) : NULL;
+}
+
+PyObject *heddle_cuda_copy(PyObject *self, PyObject *args) {
+    unsigned long long to, from, stream;
+    Py_ssize_t to_step, from_step, size, count;
+    int error = 0;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "KnKnnnK:cuda_copy", &to, &to_step, &from, &from_step, &size, &count, &stream) ||
+        open_driver() < 0)
+        return NULL;
+    if (size < 0 || count < 0 || to_step < size || from_step < size)
+        return PyErr_Format(PyExc_ValueError, "no copy of %zd runs of %zd bytes, %zd and %zd bytes apart", count, size,
+                            from_step, to_step);
+    void *const on = (void *)(uintptr_t)stream;
+    if (to_step == size && from_step == size) { /* no gaps: one run */
+        size *= count;
+        count = count > 0;
+    }
+    if (count > 1 && to_step <= MOST_PITCH && from_step <= MOST_PITCH) {
+        const rectangle r = {.from = {.kind = UNIFIED_MEMORY, .address = from, .pitch = (size_t)from_step},
+                             .to = {.kind = UNIFIED_MEMORY, .address = to, .pitch = (size_t)to_step},
+                             .width = (size_t)size,
+                             .height = (size_t)count};
+        error = size ? cu.cuMemcpy2DAsync(&r, on) : 0;
+    } else
+        for (Py_ssize_t x = 0; x < count && size && !error; x++)
+            error = cu.cuMemcpyAsync(to + (size_t)(x * to_step), from + (size_t)(x * from_step), (size_t)size, on);
+    if (error)
+        return raise_cuda("a copy", error);
+    Py_RETURN_NONE;
 }
 
 void heddle_cuda_prepare(void) {

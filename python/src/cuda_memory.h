@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0
- * Memory of our own on a GPU, for results of libraries whose arrays cannot be written to (JAX). */
+ * Memory of our own on a GPU, for results of libraries whose arrays cannot be written to (JAX), and copies by a copy engine. */
 #ifndef HEDDLE_CUDA_MEMORY_H
 #define HEDDLE_CUDA_MEMORY_H
 
@@ -25,6 +25,7 @@ PyObject *heddle_cuda_leave(PyObject *self, PyObject *unused);
 PyObject *heddle_cuda_wait(PyObject *self, PyObject *args);
 PyObject *heddle_cuda_memory(PyObject *self, PyObject *args);
 PyObject *heddle_cuda_address(PyObject *self, PyObject *memory);
+PyObject *heddle_cuda_copy(PyObject *self, PyObject *args);
 PyObject *heddle_cuda_lend(PyObject *self, PyObject *args);
 
 /* For XLA's threads, which do not hold the GIL: opens the driver, if there is one, so that heddle_cuda_clear has it. */

@@ -489,6 +489,9 @@ PyDoc_STRVAR(cuda_leave_doc, "cuda_leave(): the context before cuda_enter is cur
 PyDoc_STRVAR(cuda_wait_doc, "cuda_wait(stream): returns when the stream's work is done");
 PyDoc_STRVAR(cuda_memory_doc, "cuda_memory(device, bytes) -> zeros on the GPU, freed with their last holder");
 PyDoc_STRVAR(cuda_address_doc, "cuda_address(memory) -> where it lies");
+PyDoc_STRVAR(cuda_copy_doc,
+             "cuda_copy(to, step, from, step, bytes, count, stream): so many runs of bytes, queued in the\n"
+             "stream's context, by a copy engine where one can");
 PyDoc_STRVAR(cuda_lend_doc, "cuda_lend(memory, shape, type code, bits) -> DLPack capsule, a further holder");
 
 PyDoc_STRVAR(jax_handlers_doc, "jax_handlers() -> [(operation, platform, capsule)], for XLA");
@@ -514,6 +517,7 @@ static PyMethodDef methods[] = {{"workspace", workspace, METH_VARARGS, workspace
                                 {"cuda_wait", heddle_cuda_wait, METH_VARARGS, cuda_wait_doc},
                                 {"cuda_memory", heddle_cuda_memory, METH_VARARGS, cuda_memory_doc},
                                 {"cuda_address", heddle_cuda_address, METH_O, cuda_address_doc},
+                                {"cuda_copy", heddle_cuda_copy, METH_VARARGS, cuda_copy_doc},
                                 {"cuda_lend", heddle_cuda_lend, METH_VARARGS, cuda_lend_doc},
                                 {"jax_handlers", heddle_jax_handlers, METH_NOARGS, jax_handlers_doc},
                                 {"shortcut", heddle_shortcut, METH_O, shortcut_doc},

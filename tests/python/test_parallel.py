@@ -4,6 +4,7 @@ bits of dropout."""
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import re
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 import heddle.parallel
+from heddle._peers import regular, runs_of
 
 ROOT = Path(__file__).resolve().parent
 WORLDS = (2, 3, 4)
@@ -65,6 +67,40 @@ def test_training_example(reports):
     losses = re.findall(r"(divided|one process): loss ([\d.]+) -> ([\d.]+)", reports[1])
     assert len(losses) == 2 and all(float(last) < float(first) - 0.1 for _, first, last in losses)
     assert float(re.search(r"the curves are (\S+) apart", reports[1])[1]) < 1e-4
+
+
+@pytest.mark.parametrize("b", [1, 2])
+@pytest.mark.parametrize("h", [1, 3])
+def test_what_copy_engines_are_told(b, h):
+    """The rectangles of bytes hold each piece once, and nothing else, however it lies."""
+    generator = torch.Generator().manual_seed(b * 10 + h)
+    numbers = lambda *shape: torch.randn(shape, generator=generator)  # noqa: E731
+    whole = numbers(b, h, 12, 5)
+    by_rows = numbers(b, 12, h, 5).transpose(1, 2)
+    pieces = {
+        "as it is": whole,
+        "runs": whole[:, :, 4:8],
+        "the first heads": numbers(b, h + 2, 12, 5)[:, :h],
+        "heads and runs": numbers(b, h + 2, 12, 5)[:, 1 : h + 1, 3:9],
+        "rows before heads": by_rows,
+        "negative": torch.complex(numbers(b, h, 12, 5), whole).conj().imag,
+        "flat": numbers(b * h * 60),
+        "bfloat16": whole.bfloat16()[:, :, 4:8],
+    }
+    for name, source in pieces.items():
+        laid = source if source.dim() == 1 else regular(source)
+        places = [torch.full_like(laid, -1, memory_format=torch.contiguous_format)]
+        if source.dim() == 4:
+            wide = torch.full((b, h + 1, 2, *laid.shape[2:]), -1, dtype=laid.dtype)
+            places.append(wide[:, 1:, 1])
+        for place in places:
+            for to, to_step, at, step, size, count in runs_of(place, laid):
+                assert to_step >= size <= step
+                for x in range(count):
+                    ctypes.memmove(to + x * to_step, at + x * step, size)
+            assert torch.equal(place, source), name
+        if source.dim() == 4:
+            assert (wide[:, 0] == -1).all() and (wide[:, :, 0] == -1).all(), name
 
 
 def test_meshes_of_the_wrong_kind():
