@@ -358,20 +358,22 @@ def pages_table() -> str:
 
 
 def parallel_table() -> str:
-    """The ring on two GPUs beside one alone, and through messages."""
+    """Two GPUs by every way, as they were measured last, beside one alone and PyTorch."""
     rows = [row for row in read("h200") if row.get("table") == "parallel"]
+    rows = [row for row in rows if row["commit"] == rows[-1]["commit"]]
+    ways = ["ring, once, auto", "heads, once, auto", "ring, once, messages", "heads, once, messages"]
     lines = [
-        bars("tokens a GPU", "one GPU alone", "ring, shared memory", "of it", "ring, messages", "commit"),
-        "|" + "---|" * 6,
+        bars("tokens a GPU", "one alone", "ring", "of one", "heads", "of one", "ring, messages", "heads, messages", "PyTorch"),
+        "|" + "---|" * 9,
     ]
     for tokens in sorted({row["tokens"] for row in rows}):
-        of = {row["case"]: row for row in rows if row["tokens"] == tokens}
-        alone, shared = of["one GPU alone"]["rate"], of["heddle ring, once, auto"]["rate"]
-        both = [" / ".join(f"{x:.0f}" for x in r) for r in (alone, shared, of["heddle ring, once, messages"]["rate"])]
-        part = " / ".join(f"{x / y:.2f}" for x, y in zip(shared, alone, strict=True))
-        commit = of["heddle ring, once, auto"]["commit"]
-        lines.append(bars(f"{tokens // 1024}k", both[0], both[1], part, both[2], commit))
-    return "\n".join(lines)
+        of = {row["case"]: row["rate"] for row in rows if row["tokens"] == tokens}
+        alone, pytorch = of["one GPU alone"], of["PyTorch cuDNN"]
+        each = [of[f"heddle {way}"] for way in ways]
+        shown = [" / ".join(f"{x:.0f}" for x in rate) for rate in (alone, *each, pytorch)]
+        parts = [" / ".join(f"{x / y:.2f}" for x, y in zip(rate, alone, strict=True)) for rate in each[:2]]
+        lines.append(bars(f"{tokens // 1024}k", *shown[:2], parts[0], shown[2], parts[1], *shown[3:]))
+    return "\n".join([*lines, "", f"Measured at {rows[0]['commit']}, torch {rows[0]['torch'].split('+')[0]}, {rows[0]['date']}."])
 
 
 def dims_table() -> str:
