@@ -37,19 +37,24 @@ class _Rows(NamedTuple):
     the host time."""
 
     address: int
-    strides: tuple[int, int, int]
-    step: int  # bytes from row to row
+    b: int
+    h: int
+    s: int
+    size: int  # bytes of a number
 
     def after(self, rows: int) -> _Rows:
-        return _Rows(self.address + rows * self.step, self.strides, self.step)
+        return self._replace(address=self.address + rows * self.s * self.size)
+
+    @property
+    def strides(self) -> tuple[int, int, int]:
+        return (self.b, self.h, self.s) if self.b or self.h or self.s else (_BROADCAST,) * 3
 
 
 def _rows_of(**tensors: Tensor) -> dict[str, _Rows]:
     found = {}
     for name, t in tensors.items():
         b, h, s, _ = t.stride()
-        strides = (b, h, s) if b or h or s else (_BROADCAST,) * 3
-        found[name] = _Rows(t.data_ptr(), strides, s * t.element_size())
+        found[name] = _Rows(t.data_ptr(), b, h, s, t.element_size())
     return found
 
 
@@ -71,11 +76,8 @@ class Ring:
         """The ids of the rows that meet in a call."""
         if self.q_segments is None:
             return {}
-        rows, rows_k, first = (
-            self.places.rows["q"],
-            self.places.rows["k"],
-            self.places.needs(self.places.rank, holder)[0],
-        )
+        rows, rows_k = (self.places.rows[of] for of in "qk")
+        first = self.places.needs(self.places.rank, holder)[0]
         ids = {
             "q_segments": self.q_segments[:, c.y0 * rows : c.y1 * rows],
             "k_segments": self.k_segments[holder][:, (first + c.x0) * rows_k : (first + c.x1) * rows_k],
@@ -123,15 +125,16 @@ class Ring:
             description |= {"window_left": 0, "window_right": 0}
             description["features"] &= ~BITS["window"]
         addresses: dict[str, int | None] = {}
-        for first, tensors in ((c.y0 * rows, of_q), (c.x0 * rows_k, of_k)):
-            for name, t in tensors.items():
-                addresses[name] = t.address + first * t.step
-                description[_STRIDES[name]] = t.strides
         if c.kind == "diagonals":  # runs side by side as sequences beside each other
             description |= {"b": self.places.runs, "sq": rows, "sk": rows_k}
-            for run, tensors in ((rows, of_q), (rows_k, of_k)):
-                for name, t in tensors.items():
-                    description[_STRIDES[name]] = (run * t.strides[2], *t.strides[1:])
+            of_q, of_k = (
+                {name: t._replace(b=run * t.s) for name, t in tensors.items()}
+                for run, tensors in ((rows, of_q), (rows_k, of_k))
+            )
+        for first, tensors in ((c.y0 * rows, of_q), (c.x0 * rows_k, of_k)):
+            for name, t in tensors.items():
+                addresses[name] = t.after(first).address
+                description[_STRIDES[name]] = t.strides
         if self.q_segments is not None or self.lists is not None:
             dense = dense | self._segments(c, holder) | self._lists(c, holder, self.device)
         for name, numbers in dense.items():

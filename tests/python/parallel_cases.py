@@ -270,6 +270,20 @@ def check_negative(parallel: ContextParallel) -> None:
     assert torch.equal(parallel.unshard(pair, 2), parallel.unshard(pair.resolve_conj(), 2))
 
 
+def check_expanded(parallel: ContextParallel) -> None:
+    """Tensors whose rows, heads or sequences are one and the same in memory."""
+    for b, axis in ((1, None), (1, 2), (2, 1), (2, 0)):
+        shape = [b, H, S // parallel.pieces * parallel.runs, 8]
+        one = [1, 1, 1, 8] if axis is None else [1 if at == axis else size for at, size in enumerate(shape)]
+        leaves = [t.requires_grad_() for t in torch.randn(3, *one, device=DEVICE)]
+        found = []
+        for lay in (lambda t: t, torch.Tensor.contiguous):
+            out = parallel.attention(*(lay(t.expand(shape)) for t in leaves), causal=True, deterministic=True)
+            found.append([out.detach(), *torch.autograd.grad(out.square().sum(), leaves)])
+        for x, y in zip(*found, strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
+
+
 def check_autocast(parallel: ContextParallel) -> None:
     """As heddle.attention, also of tensors that differ in type."""
     q, k, v = (parallel.shard(t, 2) for t in inputs(torch.float32, S))
@@ -482,6 +496,7 @@ def run_all(rank: int, world: int, folder: str) -> list[str]:
         done += check_lists(parallel)
         check_second(parallel)
         check_negative(parallel)
+        check_expanded(parallel)
         check_autocast(parallel)
         if DEVICE == "cuda":
             done.append(f"{kind}: {parallel.routes}")
