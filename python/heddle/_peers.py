@@ -19,9 +19,11 @@ _SECONDS = 600.0  # NCCL's own limit, for a group that names none
 
 
 def regular(tensor: Tensor) -> Tensor:
-    """[b, h, s, d] whose heads lie each in one piece, as they are copied: by their memory."""
+    """[b, h, s, d] whose heads lie each in one piece, apart from each other, as they are copied: by their memory."""
     tensor = tensor.resolve_neg()
-    return tensor if tensor[0, 0].is_contiguous() else tensor.contiguous()
+    head = tensor[0, 0]
+    apart = all(n == 1 or x >= head.numel() for n, x in zip(tensor.shape[:2], tensor.stride()[:2], strict=True))
+    return tensor if apart and head.is_contiguous() else tensor.contiguous()
 
 
 def runs_of(to: Tensor, source: Tensor) -> list[tuple[int, int, int, int, int, int]]:

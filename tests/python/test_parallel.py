@@ -84,6 +84,9 @@ def test_what_copy_engines_are_told(b, h):
         "heads and runs": numbers(b, h + 2, 12, 5)[:, 1 : h + 1, 3:9],
         "rows before heads": by_rows,
         "negative": torch.complex(numbers(b, h, 12, 5), whole).conj().imag,
+        "one head for all": numbers(b, 1, 12, 5).expand(b, h, 12, 5),
+        "one sequence for all": numbers(1, h, 12, 5).expand(b, h, 12, 5),
+        "heads before sequences": numbers(h, b, 12, 5).transpose(0, 1),
         "flat": numbers(b * h * 60),
         "bfloat16": whole.bfloat16()[:, :, 4:8],
     }
