@@ -8,9 +8,6 @@
 from __future__ import annotations
 
 import math
-import struct
-import zlib
-from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -19,53 +16,24 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from heddle import _C, attention
-from heddle._all_to_all import exchange
 from heddle._errors import HeddleTypeError, HeddleValueError
-from heddle._kinds import autocast_dtype, need_tensors
-from heddle._ops import cast
+from heddle._kinds import need_tensors
 from heddle._options import Causal, causal_of, number_of, scale_of, window_of
-from heddle._parallel_lists import BlockLists
-from heddle._peers import Peers
-from heddle._places import Places
+from heddle._parallel.agreement import AGREED, UNSHARDED, bits_of, difference, sum_of
+from heddle._parallel.all_to_all import exchange
+from heddle._parallel.given import DTYPES, as_autocast, check, length_of, numbers_of, segments_of
+from heddle._parallel.lists import BlockLists
+from heddle._parallel.peers import Peers
+from heddle._parallel.places import Places
+from heddle._parallel.ring import BACKWARD, BITS, Ring, on, ring_attention
+from heddle._parallel.travel import bytes_of, gather, real_of
 from heddle._plain import new_rng_state
-from heddle._ring import BACKWARD, BITS, Ring, on, ring_attention
 from heddle._torch import blocks_of
-from heddle._travel import bytes_of, gather, real_of
 
 _are_transforms_active: Any = torch._C._are_functorch_transforms_active
 _CPU, _REF, _CUDA = 0, 1, 2
-_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
-# What all processes must have been given alike, as whole numbers; but for a seed and an offset that were drawn.
-_AGREED: tuple[str, ...] = (
-    *("b", "h", "the rows of q", "d", "hk", "the rows of k", "dv", "the dtype"),
-    *("causal", "the window's left", "the window's right", "scale", "softcap", "dropout"),
-    *(
-        "whether alibi_slopes are given",
-        "whether sinks are given",
-        "whether segments are given",
-        "the lists of blocks",
-        "zigzag",
-        "method",
-        "compare",
-        "transport",
-        "return_lse",
-        "which of q, k, v and sinks require a gradient",
-        "rng_state",
-        "seed",
-        "offset",
-    ),
-)
-# And in unshard.
-_UNSHARDED = ("the number of dimensions", "the number of rows", "the other sizes", "the dtype of the tensor", "dim")
-
-# Of these the numbers tell nobody anything.
-_UNSHOWN = ("scale", "softcap", "dropout", "method", "compare", "transport", *_AGREED[-4:-3], *_UNSHARDED[2:4])
 _NOT_GIVEN = (None, None, None)
 _MOST_PLACES = 64  # kept
-
-
-def _bits(number: float) -> int:
-    return int(struct.unpack("<q", struct.pack("<d", number))[0])
 
 
 class ContextParallel:
@@ -186,7 +154,7 @@ class ContextParallel:
             ValueError: a length that `pieces` does not divide.
         """
         need_tensors(tensor=tensor)
-        length = _length_of(tensor, dim)
+        length = length_of(tensor, dim)
         if length % self.pieces:
             raise HeddleValueError(
                 f"a sequence of {length} cannot be divided into {self.pieces} pieces of the same length: pad it to a "
@@ -207,18 +175,18 @@ class ContextParallel:
             ValueError: a length that does not hold `runs` pieces; tensors of other sizes or dtypes on some processes.
             NotImplementedError: a tensor that requires a gradient: detach it.
         """
-        numbers = dict.fromkeys(_UNSHARDED, 0)
+        numbers = dict.fromkeys(UNSHARDED, 0)
         trouble: Exception | None = None
         try:
             need_tensors(tensor=tensor)
             if tensor.requires_grad and torch.is_grad_enabled():
                 raise NotImplementedError("unshard has no gradient: give it tensor.detach()")
-            length = _length_of(tensor, dim)
+            length = length_of(tensor, dim)
             if length % self.runs:
                 raise HeddleValueError(f"{length} rows are not {self.runs} pieces of the same length")
             others = [size for at, size in enumerate(tensor.shape) if at != dim % tensor.dim()]
-            found = tensor.dim(), length, _sum_of(others), _sum_of(tensor.dtype), dim % tensor.dim()
-            numbers = dict(zip(_UNSHARDED, found, strict=True))
+            found = tensor.dim(), length, sum_of(others), sum_of(tensor.dtype), dim % tensor.dim()
+            numbers = dict(zip(UNSHARDED, found, strict=True))
         except Exception as error:  # the others are told, and wait for nobody
             trouble = error
         if trouble is not None or self._compare == "always" or tuple(numbers.values()) not in self._agreed:
@@ -292,12 +260,12 @@ class ContextParallel:
         if self._alone and q_segments is k_segments is None and not listed:
             bare = alibi_slopes is sinks is rng_state is None and type(q) is type(k) is type(v) is Tensor
             if not (bare and q.dtype is k.dtype is v.dtype):  # what many processes refuse
-                q, k, v = _cast(q, k, v)
-                self._check(q, k, v, alibi_slopes, sinks)
+                q, k, v = as_autocast(q, k, v)
+                check(q, k, v, alibi_slopes, sinks, self.runs, self.heads)
                 alibi_slopes, sinks = (
                     None if t is None else t.to(q.device, real_of(q.dtype)) for t in (alibi_slopes, sinks)
                 )
-                _numbers_of(rng_state)
+                numbers_of(rng_state)
                 rng_state = None if rng_state is None else rng_state.to(q.device)
             elif not (softcap or dropout or return_lse) and (window, scale, deterministic) == _NOT_GIVEN:
                 return attention(q, k, v, causal=causal)
@@ -314,28 +282,28 @@ class ContextParallel:
                 return_lse=return_lse,
                 deterministic=deterministic,
             )
-        numbers = dict.fromkeys(_AGREED, 0)
+        numbers = dict.fromkeys(AGREED, 0)
         trouble: Exception | None = None
         drawn, ids, lists = False, None, None
         try:
             if _are_transforms_active():
                 raise NotImplementedError("heddle.parallel runs within no transformation of torch.func (vmap or grad)")
-            q, k, v = _cast(q, k, v)
-            self._check(q, k, v, alibi_slopes, sinks)
-            ids = self._ids(q, k, q_segments, k_segments)
+            q, k, v = as_autocast(q, k, v)
+            check(q, k, v, alibi_slopes, sinks, self.runs, self.heads)
+            ids = segments_of(q, k, q_segments, k_segments)
             left, right = window_of(window)
             whole = {name: t.shape[2] * self.ring * self.heads for name, t in (("q", q), ("k", k))}
             lists = self._lists((*q.shape[:2], whole["q"], whole["k"]), block_rows, block_columns, block_size)
             corner = causal_of(causal, whole["q"], whole["k"])
             drawn = bool(dropout) and rng_state is None
-            seed, offset = _numbers_of(rng_state)
+            seed, offset = numbers_of(rng_state)
             if drawn:
                 seed, offset = new_rng_state(torch.device("cpu")).tolist()
-            own = (*q.shape, *k.shape[1:3], v.shape[3], _DTYPES[q.dtype], corner, left, right, _bits(scale_of(scale)))
+            own = (*q.shape, *k.shape[1:3], v.shape[3], DTYPES[q.dtype], corner, left, right, bits_of(scale_of(scale)))
             own = (
                 *own,
-                _bits(number_of("softcap", softcap)),
-                _bits(number_of("dropout", dropout)),
+                bits_of(number_of("softcap", softcap)),
+                bits_of(number_of("dropout", dropout)),
                 alibi_slopes is not None,
                 sinks is not None,
             )
@@ -343,7 +311,7 @@ class ContextParallel:
             # Backward travels, too.
             grads = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in (q, k, v, sinks)]
             own = (*own, bool(return_lse), sum(1 << x for x, wanted in enumerate(grads) if wanted))
-            numbers = dict(zip(_AGREED, map(int, (*own, drawn, seed, offset)), strict=True))
+            numbers = dict(zip(AGREED, map(int, (*own, drawn, seed, offset)), strict=True))
         except Exception as error:  # the others are told, and wait for nobody
             trouble = error
         given = tuple(numbers.values())
@@ -399,7 +367,7 @@ class ContextParallel:
         features |= 0 if lists is None else BITS["blocks"]
         sizes = (0, 0) if lists is None else lists.sizes
         description: dict[str, Any] = {
-            "dtype": _DTYPES[q.dtype],
+            "dtype": DTYPES[q.dtype],
             "device": _CUDA if q.device.type == "cuda" else _REF if q.dtype == torch.float64 else _CPU,
             "b": q.shape[0],
             "h": q.shape[1],
@@ -465,30 +433,6 @@ class ContextParallel:
             lse = more[0][..., 0] if more else None
         return out if lse is None else (out, lse)
 
-    def _ids(self, q: Tensor, k: Tensor, q_segments: Any, k_segments: Any) -> tuple[Tensor, Tensor] | None:
-        """Segments of this process's rows as int32 [b, s]."""
-        if q_segments is None:
-            if k_segments is not None:
-                raise HeddleValueError("k_segments is given without q_segments")
-            return None
-        made = []
-        for name, ids, like in (
-            ("q_segments", q_segments, q),
-            ("k_segments", q_segments if k_segments is None else k_segments, k),
-        ):
-            need_tensors(**{name: ids})
-            if ids.dtype not in (torch.int32, torch.int16, torch.int8, torch.uint8):
-                raise HeddleTypeError(f"{name} is {ids.dtype}, but must be torch.int32 (or of fewer bits)")
-            if ids.device != q.device:
-                raise HeddleValueError(f"{name} is on {ids.device}, but q on {q.device}")
-            need = (like.shape[0], like.shape[2])
-            if tuple(ids.shape) not in (need, need[1:]):
-                raise HeddleValueError(
-                    f"{name} has shape {list(ids.shape)}, but must have {list(need)}: the ids of this process's rows"
-                )
-            made.append(ids.expand(need).to(torch.int32).resolve_neg())
-        return made[0], made[1]
-
     def _lists(
         self, extents: tuple[int, int, int, int], block_rows: Any, block_columns: Any, block_size: Any
     ) -> BlockLists | None:
@@ -510,39 +454,6 @@ class ContextParallel:
         """Ids of the rows that the all-to-all over heads brings, in their order."""
         got, (b, s) = gather(ids, self.heads_group), ids.shape
         return torch.stack(got).view(len(got), b, self.runs, s // self.runs).permute(1, 2, 0, 3).reshape(b, -1)
-
-    def _check(self, q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None, sinks: Tensor | None) -> None:
-        for name, t in (("alibi_slopes", slopes), ("sinks", sinks)):
-            if t is not None:
-                need_tensors(**{name: t})
-                if not t.is_floating_point():
-                    raise HeddleTypeError(f"{name} is {t.dtype}, but must be {real_of(q.dtype)}")
-        for name, t in (("q", q), ("k", k), ("v", v)):
-            if t.device.type not in ("cpu", "cuda"):
-                raise NotImplementedError(f"{name} is on {t.device}: heddle.parallel runs on CPUs and CUDA GPUs")
-            if t.device != q.device:
-                raise HeddleValueError(f"{name} is on {t.device}, but q on {q.device}")
-            if t.dtype not in _DTYPES or t.dtype != q.dtype:
-                raise HeddleTypeError(f"{name} is {t.dtype}; all must be float32, bfloat16, float16 or float64 alike")
-            if t.dim() != 4:
-                raise HeddleValueError(f"{name} has {t.dim()} dimensions, but must have 4 ([b, h, s, d])")
-            if t.shape[2] % self.runs:
-                raise HeddleValueError(f"{name} has {t.shape[2]} rows, which are not {self.runs} pieces as zigzag has")
-            if 0 in t.shape:
-                raise HeddleValueError(f"{name} has shape {list(t.shape)}: nothing to divide")
-            if t.shape[1] % self.heads:
-                raise HeddleValueError(f"{self.heads} processes cannot divide the {t.shape[1]} heads of {name}")
-        if q.shape[0] != k.shape[0] or k.shape[:3] != v.shape[:3] or q.shape[3] != k.shape[3]:
-            raise HeddleValueError(f"q, k and v have shapes {list(q.shape)}, {list(k.shape)} and {list(v.shape)}")
-        if q.shape[1] % k.shape[1]:
-            raise HeddleValueError(f"hk = {k.shape[1]} does not divide h = {q.shape[1]}")
-        h = q.shape[1]
-        if slopes is not None and list(slopes.shape) not in ([h], [q.shape[0], h]):
-            raise HeddleValueError(f"alibi_slopes has shape {list(slopes.shape)}, but must have {[h]} or {[len(q), h]}")
-        if slopes is not None and slopes.requires_grad:
-            raise NotImplementedError("alibi_slopes requires a gradient, but heddle computes none for it: detach it")
-        if sinks is not None and list(sinks.shape) != [h]:
-            raise HeddleValueError(f"sinks has shape {list(sinks.shape)}, but must have {[h]}")
 
     def _begin(self, device: torch.device) -> None:
         """NCCL's first message of a group needs all its processes, and in a ring not everybody has one to send."""
@@ -593,53 +504,10 @@ class ContextParallel:
             dist.all_gather(all_of_them, numbers, group=self._talk[group])
             first = all_of_them[0].tolist()
             for rank, other in enumerate(all_of_them):
-                wrong = wrong or _difference(tuple(mine), first, other.tolist(), kind, rank)
+                wrong = wrong or difference(tuple(mine), first, other.tolist(), kind, rank)
             seen = dict(zip(mine, first[1:], strict=True))
         if trouble is not None:
             raise trouble
         if wrong:
             raise HeddleValueError(f"the processes do not agree: {wrong}")
         return seen
-
-
-def _cast(q: Any, k: Any, v: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """As autocast has heddle.attention take them."""
-    need_tensors(q=q, k=k, v=v)
-    dtype = autocast_dtype(q.device.type)
-    if dtype is None or q.dtype == torch.float64:
-        return q, k, v
-    return cast(q, dtype), cast(k, dtype), cast(v, dtype)
-
-
-def _numbers_of(rng_state: Any) -> tuple[int, int]:
-    """Seed and offset, zeros where there is no state. It may be on any device: each process reads it."""
-    if rng_state is None:
-        return 0, 0
-    need_tensors(rng_state=rng_state)
-    if rng_state.dtype != torch.int64:
-        raise HeddleTypeError(f"rng_state is {rng_state.dtype}, but must be torch.int64")
-    if list(rng_state.shape) != [2]:
-        raise HeddleValueError(f"rng_state has shape {list(rng_state.shape)}, but must have [2]")
-    seed, offset = rng_state.tolist()
-    return seed, offset
-
-
-def _length_of(tensor: Tensor, dim: int) -> int:
-    if not isinstance(dim, int) or not -tensor.dim() <= dim < tensor.dim():
-        raise HeddleValueError(f"dim = {dim!r}, but the tensor has {tensor.dim()} dimensions")
-    return tensor.shape[dim]
-
-
-def _sum_of(value: Any) -> int:
-    return zlib.crc32(repr(value).encode())
-
-
-def _difference(names: tuple[str, ...], first: Sequence[int], other: Sequence[int], kind: str, rank: int) -> str:
-    """What another process has otherwise than the first of its group."""
-    if first[0] or other[0]:
-        return f"process {rank if other[0] else 0} of the {kind} has refused what it was given, or met one that has"
-    for name, a, b in zip(names, first[1:], other[1:], strict=True):
-        if a != b and not (name in ("seed", "offset") and first[1 + names.index("rng_state")]):
-            shown = "" if name in _UNSHOWN else f" ({a} and {b})"
-            return f"{name} is not the same on processes 0 and {rank} of the {kind}{shown}"
-    return ""

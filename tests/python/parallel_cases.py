@@ -27,8 +27,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import heddle
 import heddle.nn
-from heddle import _ring
-from heddle._peers import Copy, Peers
+from heddle._parallel import ring as _ring
+from heddle._parallel.peers import Copy, Peers
 from heddle.parallel import ContextParallel
 
 LONG = os.environ.get("HEDDLE_LONG", "0") not in ("", "0")

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 import heddle.parallel
-from heddle._peers import regular, runs_of
+from heddle._parallel.peers import regular, runs_of
 
 ROOT = Path(__file__).resolve().parent
 WORLDS = (2, 3, 4)

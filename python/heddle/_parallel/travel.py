@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from heddle._peers import Copy, Peers, aligned, regular
-from heddle._places import Places
+from heddle._parallel.peers import Copy, Peers, aligned, regular
+from heddle._parallel.places import Places
 
 _KEYS_TAG, _GRADIENTS_TAG = 1000, 2000  # of messages; those of one step follow
 

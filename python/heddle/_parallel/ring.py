@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from heddle import _C
-from heddle._parallel_lists import BlockLists
-from heddle._peers import Peers, stream_of
-from heddle._places import Meeting, Places
-from heddle._travel import Gradients, Keys, real_of
+from heddle._parallel.lists import BlockLists
+from heddle._parallel.peers import Peers, stream_of
+from heddle._parallel.places import Meeting, Places
+from heddle._parallel.travel import Gradients, Keys, real_of
 
 FORWARD, BACKWARD = 0, 1
 BITS = _C.features()

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from heddle._peers import Peers, aligned, regular
-from heddle._travel import bytes_of
+from heddle._parallel.peers import Peers, aligned, regular
+from heddle._parallel.travel import bytes_of
 
 
 def _all_to_all(pieces: Tensor, group: dist.ProcessGroup) -> Tensor:
