@@ -42,15 +42,24 @@ void numbers_download(const numbers *x) {
     copy(x->device, x->host, x->block, x->bytes);
 }
 
-sums sums_new(const heddle_attention *a) {
+sums sums_new(const heddle_attention *a, int64_t gap) {
     const heddle_dtype real = a->dtype == HEDDLE_F64 ? HEDDLE_F64 : HEDDLE_F32;
     const int64_t rows = a->b * a->h * a->sq, keys = a->b * a->hk * a->sk;
     return (sums){real,
+                  gap,
                   numbers_new(a->device, real, rows * a->dv, (double)NAN),
                   numbers_new(a->device, real, rows, -(double)INFINITY),
-                  numbers_new(a->device, real, rows * a->d, THERE),
-                  numbers_new(a->device, real, keys * a->d, THERE),
-                  numbers_new(a->device, real, keys * a->dv, THERE)};
+                  numbers_new(a->device, real, rows * (a->d + gap), THERE),
+                  numbers_new(a->device, real, keys * (a->d + gap), THERE),
+                  numbers_new(a->device, real, keys * (a->dv + gap), THERE)};
+}
+
+bool sums_gaps_unchanged(const sums *s, const numbers *of, int64_t columns) {
+    const int64_t row = columns + s->gap, count = (int64_t)(of->bytes / heddle_dtype_size(s->real)) - 1;
+    for (int64_t at = 0; at < count; at++)
+        if (at % row >= columns && load_element(s->real, of->host, at) != THERE)
+            return false;
+    return true;
 }
 
 void sums_free(sums *s) {
@@ -70,11 +79,16 @@ static void have_own_strides(const attention_problem *p, heddle_attention *a) {
     }
 }
 
-static void have_strides_of_sums(const attention_problem *p, heddle_attention *a) {
+static heddle_strides strides_of(int64_t heads, int64_t rows, int64_t row) {
+    return (heddle_strides){heads * rows * row, rows * row, row};
+}
+
+static void have_strides_of_sums(const attention_problem *p, const sums *s, heddle_attention *a) {
     have_own_strides(p, a);
-    a->o_stride = a->dq_stride = (heddle_strides){0};
-    a->dk_stride = (heddle_strides){p->a.hk * p->a.sk * p->a.d, p->a.sk * p->a.d, p->a.d};
-    a->dv_stride = (heddle_strides){p->a.hk * p->a.sk * p->a.dv, p->a.sk * p->a.dv, p->a.dv};
+    a->o_stride = (heddle_strides){0};
+    a->dq_stride = strides_of(p->a.h, p->a.sq, p->a.d + s->gap);
+    a->dk_stride = strides_of(p->a.hk, p->a.sk, p->a.d + s->gap);
+    a->dv_stride = strides_of(p->a.hk, p->a.sk, p->a.dv + s->gap);
 }
 
 static const void *behind(const void *p, int64_t elements, size_t size) {
@@ -114,7 +128,7 @@ bool run_part(const attention_problem *p, const sums *s, heddle_pass pass, int64
     heddle_attention_data t = attention_data(p, pass == HEDDLE_BACKWARD);
     const size_t size = heddle_dtype_size(a.dtype), real = heddle_dtype_size(s->real);
     const bool own_lengths = a.features & HEDDLE_SEQLENS;
-    have_strides_of_sums(p, &a);
+    have_strides_of_sums(p, s, &a);
     a.features |= HEDDLE_ACCUMULATE;
     a.whole_sq = own_lengths ? 0 : a.whole_sq ? a.whole_sq : a.q_offset + a.sq;
     a.whole_sk = own_lengths ? 0 : a.whole_sk ? a.whole_sk : a.k_offset + a.sk;
@@ -136,8 +150,8 @@ bool run_part(const attention_problem *p, const sums *s, heddle_pass pass, int64
     t.lse = s->lse.block;
     if (pass == HEDDLE_BACKWARD) {
         t.dq = s->dq.block;
-        t.dk = (void *)(uintptr_t)behind(s->dk.block, first * a.d, real);
-        t.dv = (void *)(uintptr_t)behind(s->dv.block, first * a.dv, real);
+        t.dk = (void *)(uintptr_t)behind(s->dk.block, first * (a.d + s->gap), real);
+        t.dv = (void *)(uintptr_t)behind(s->dv.block, first * (a.dv + s->gap), real);
     }
     const bool right = run(&a, &t, pass);
     numbers_free(&segments);
@@ -154,13 +168,13 @@ bool run_share(const attention_problem *p, int64_t end) {
     return run(&a, &t, HEDDLE_BACKWARD);
 }
 
-/* Sums as an output of p's problem has them, in its type; `there` is what they began with. */
-static void take_sums(const sums *s, const numbers *from, double there, tensor *to) {
+/* Sums as an output of p's problem has them, in its type; `there` is what they began with, gap lies behind each row. */
+static void take_sums(const sums *s, const numbers *from, double there, int64_t gap, tensor *to) {
     int64_t at = 0;
     numbers_download(from);
     for (int64_t n = 0; n < to->dim[0]; n++)
         for (int64_t x = 0; x < to->dim[1]; x++)
-            for (int64_t i = 0; i < to->dim[2]; i++)
+            for (int64_t i = 0; i < to->dim[2]; i++, at += gap)
                 for (int64_t e = 0; e < to->dim[3] && to->host; e++)
                     tensor_set(to, n, x, i, e, load_element(s->real, from->host, at++) - there);
     tensor_accept(to);
@@ -178,15 +192,20 @@ bool attention_fits_parts(const attention_case *c) {
 
 bool attention_in_parts(attention_problem *p, int64_t first, attention_problem *to) {
     static const int outputs[] = {T_O, T_LSE, T_DQ, T_DK, T_DV};
-    sums s = sums_new(&p->a);
+    sums s = sums_new(&p->a, (const int64_t[]){0, 1, 4}[first % 3]);
     const numbers *const from[] = {&s.o, &s.lse, &s.dq, &s.dk, &s.dv};
     bool right = true;
     for (int pass = 0; pass < 2; pass++) {
         right = right && run_part(p, &s, (heddle_pass)pass, 0, first);
         right = right && (first == p->a.sk || run_part(p, &s, (heddle_pass)pass, first, p->a.sk));
     }
-    for (size_t x = 0; x < COUNT(outputs); x++)
-        take_sums(&s, from[x], x < 2 ? 0 : THERE, &to->t[outputs[x]]);
+    for (size_t x = 0; x < COUNT(outputs); x++) {
+        take_sums(&s, from[x], x < 2 ? 0 : THERE, x < 2 ? 0 : s.gap, &to->t[outputs[x]]);
+        if (x >= 2 && !sums_gaps_unchanged(&s, from[x], to->t[outputs[x]].dim[3])) {
+            printf("  a part wrote between the rows of %s\n", attention_tensor_name[outputs[x]]);
+            right = false;
+        }
+    }
     for (int x = T_DBIAS; x <= T_DSINKS; x++) /* which the parts have written over what the one call left */
         if (p->t[x].host) {
             tensor_download(&p->t[x]);

@@ -20,13 +20,16 @@ void numbers_free(numbers *x);
 void numbers_upload(const numbers *x);
 void numbers_download(const numbers *x);
 
-/* The sums of a problem, contiguous, in float (float64's double). */
+/* The sums of a problem in float (float64's double), contiguous but for `gap` numbers behind each row of gradients. */
 typedef struct sums {
     heddle_dtype real;
+    int64_t gap;
     numbers o, lse, dq, dk, dv;
 } sums;
 
-sums sums_new(const heddle_attention *a);
+sums sums_new(const heddle_attention *a, int64_t gap);
+/* Has nobody written behind the rows of `columns` of a gradient that has been downloaded? */
+bool sums_gaps_unchanged(const sums *s, const numbers *of, int64_t columns);
 void sums_free(sums *s);
 
 /* Keys first .. end-1 of the problem; the sinks go with the keys at 0. Prints what went wrong and returns false. */

@@ -12,12 +12,12 @@
 
 /* The largest error of a result, of sums or of one call, and the largest magnitude of what it should be. */
 static double error_of(const tensor *ref, const tensor *one, heddle_dtype real, const void *sum, double there,
-                       double *magnitude) {
+                       int64_t gap, double *magnitude) {
     double worst = 0;
     int64_t at = 0;
     for (int64_t n = 0; n < ref->dim[0]; n++)
         for (int64_t x = 0; x < ref->dim[1]; x++)
-            for (int64_t i = 0; i < ref->dim[2]; i++)
+            for (int64_t i = 0; i < ref->dim[2]; i++, at += gap)
                 for (int64_t e = 0; e < ref->dim[3]; e++, at++) {
                     const double right = tensor_get(ref, n, x, i, e);
                     const double got = one ? tensor_get(one, n, x, i, e) : load_element(real, sum, at) - there;
@@ -35,14 +35,18 @@ static void compare(const char *name, const tensor *ref, const tensor *one, cons
                     double there) {
     double magnitude = 0;
     numbers_download(sum);
-    const double mine = error_of(ref, NULL, s->real, sum->host, there, &magnitude);
-    const double its = error_of(ref, one, s->real, NULL, 0, &magnitude);
+    const int64_t gap = there != 0 ? s->gap : 0; /* of gradients */
+    const double mine = error_of(ref, NULL, s->real, sum->host, there, gap, &magnitude);
+    const double its = error_of(ref, one, s->real, NULL, 0, 0, &magnitude);
+    if (gap && !sums_gaps_unchanged(s, sum, ref->dim[3]))
+        fail_msg("%s: written between its rows", name);
     const double unit = s->real == HEDDLE_F64 ? 0x1p-48 : 0x1p-23; /* one call of float64 is the reference itself */
     if (!(mine <= 2 * its + 4 * unit * (magnitude + there)))
         fail_msg("%s: error %g, of one call %g, of magnitude %g", name, mine, its, magnitude);
 }
 
-static void check_parts(const attention_case *c, heddle_dtype dtype, heddle_device device, const int64_t *ends) {
+static void check_gaps(const attention_case *c, heddle_dtype dtype, heddle_device device, const int64_t *ends,
+                       int64_t gap) {
     attention_problem first = attention_new(c), p = attention_copy(&first, dtype, device),
                       ref = attention_copy(&p, HEDDLE_F64, HEDDLE_REF);
     attention_problem *const both[] = {&p, &ref};
@@ -50,7 +54,7 @@ static void check_parts(const attention_case *c, heddle_dtype dtype, heddle_devi
         attention_run(both[x], HEDDLE_FORWARD);
         attention_run(both[x], HEDDLE_BACKWARD);
     }
-    sums s = sums_new(&p.a);
+    sums s = sums_new(&p.a, gap);
     for (int pass = 0; pass < 2; pass++)
         for (int64_t from = 0, x = 0; from < p.a.sk; from = ends[x++])
             assert_true(run_part(&p, &s, (heddle_pass)pass, from, ends[x]));
@@ -71,6 +75,10 @@ static void check_parts(const attention_case *c, heddle_dtype dtype, heddle_devi
     attention_free(&ref);
     attention_free(&p);
     attention_free(&first);
+}
+
+static void check_parts(const attention_case *c, heddle_dtype dtype, heddle_device device, const int64_t *ends) {
+    check_gaps(c, dtype, device, ends, 0);
 }
 
 /* In halves, in odd parts, and key by key at their head. */
@@ -116,12 +124,25 @@ static void test_tensor_cores(void **state) {
             }
 }
 
+/* Gradients whose rows do not begin at whole 16 bytes, and some that do: kernels add to either in a way of its own. */
+static void test_rows_apart(void **state) {
+    (void)state;
+    static const int64_t dims[] = {64, 128, 192, 256, 40}, gaps[] = {1, 4};
+    for (size_t x = 0; x < COUNT(dims); x++)
+        for (int y = 0; y < 4; y++)
+            for (int z = 0; z < TEST_DTYPES; z++) {
+                attention_case c = attention_case_of(1, 2, 1, 70, 140, dims[x], dims[x]);
+                c.a.features = y % 2 ? HEDDLE_DETERMINISTIC : 0;
+                check_gaps(&c, test_dtypes[z], test_device(), (const int64_t[]){64, 140}, gaps[y / 2]);
+            }
+}
+
 /* The gradient of the first keys by a call that is given o and lse of all, as a ring of processes makes it. */
 static void check_share(const attention_case *c, heddle_dtype dtype, heddle_device device, int64_t end) {
     static const int results[] = {T_DQ, T_DK, T_DV};
     attention_problem first = attention_new(c), p = attention_copy(&first, dtype, device),
                       ref = attention_copy(&p, HEDDLE_F64, HEDDLE_REF);
-    sums s = sums_new(&ref.a);
+    sums s = sums_new(&ref.a, 0);
     const numbers *const sum[] = {&s.dq, &s.dk, &s.dv};
     assert_true(run_part(&ref, &s, HEDDLE_FORWARD, 0, c->a.sk) && run_part(&ref, &s, HEDDLE_BACKWARD, 0, end));
     attention_run(&p, HEDDLE_FORWARD);
@@ -326,9 +347,9 @@ static void test_merge_refuses(void **state) {
 int main(void) {
     test_begin();
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_sizes),  cmocka_unit_test(test_tensor_cores),  cmocka_unit_test(test_masks),
-        cmocka_unit_test(test_shares), cmocka_unit_test(test_options),       cmocka_unit_test(test_lengths),
-        cmocka_unit_test(test_merge),  cmocka_unit_test(test_merge_refuses),
+        cmocka_unit_test(test_sizes),   cmocka_unit_test(test_tensor_cores), cmocka_unit_test(test_rows_apart),
+        cmocka_unit_test(test_masks),   cmocka_unit_test(test_shares),       cmocka_unit_test(test_options),
+        cmocka_unit_test(test_lengths), cmocka_unit_test(test_merge),        cmocka_unit_test(test_merge_refuses),
     };
     return test_end(cmocka_run_group_tests(tests, NULL, NULL));
 }
