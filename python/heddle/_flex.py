@@ -21,7 +21,7 @@ from heddle._errors import HeddleTypeError, HeddleValueError
 from heddle._flex_apply import Expression, Score, conjuncts, sum_of, varies
 from heddle._flex_calls import refuse
 from heddle._flex_forms import band, slope
-from heddle._flex_kept import Recipe, Shelf, are_lists_of, capturing, functions, latest, lists_of, recaller, stream_of
+from heddle._flex_kept import Recipe, Shelf, are_lists_of, capturing, functions, latest, lists_of, recaller
 from heddle._flex_masks import (
     Evaluated,
     Masks,
@@ -35,7 +35,7 @@ from heddle._flex_masks import (
     of_cut_tiles,
 )
 from heddle._flex_trace import is_known, trace
-from heddle._kinds import bias_of, need_tensors
+from heddle._kinds import bias_of, need_tensors, stream_of
 from heddle._ops import prepare, short
 
 _broadcast_shapes: Any = torch.broadcast_shapes

@@ -20,7 +20,7 @@ from torch import Tensor
 from heddle import _C
 from heddle._flex_apply import Expression, sum_of
 from heddle._flex_reads import globals_of, is_constant, is_torchs
-from heddle._kinds import bias_of
+from heddle._kinds import bias_of, stream_of
 
 _MOST = 64  # on a shelf
 _BYTES = 1 << 26  # of its tensors, where there is more than one
@@ -226,13 +226,6 @@ class Kept:
         plain = recipe is None and options.keys() <= {"causal", "scale"}
         # python/src/recall.c has the order of these.
         self.ready = proof, self.graded, device and device.index, stream_of(device), recipe, place, plain, prepared
-
-
-def stream_of(device: torch.device | None) -> int:
-    """PyTorch's current stream on a GPU; 0 elsewhere."""
-    if device is None or device.type != "cuda":
-        return 0
-    return int(_dispatcher._cuda_getCurrentRawStream(device.index))
 
 
 def capturing(device: torch.device | None) -> bool:

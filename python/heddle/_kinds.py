@@ -21,6 +21,13 @@ _c: Any = torch._C
 _NOT_ASKED = (_c._disabled_torch_function_impl, Tensor.__torch_function__.__func__)  # type: ignore[attr-defined]
 
 
+def stream_of(device: torch.device | None) -> int:
+    """PyTorch's current stream on a GPU; 0 elsewhere."""
+    if device is None or device.type != "cuda":
+        return 0
+    return int(_c._cuda_getCurrentRawStream(device.index))
+
+
 def bias_of(bias: Tensor, dtype: torch.dtype) -> Tensor:
     """A bias in `dtype`, where what is finite stays finite: many mask with float32's least number, and a row of nothing
     else is the mean of all values. The derivative is that of a cast."""

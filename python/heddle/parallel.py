@@ -51,7 +51,8 @@ class ContextParallel:
             that is given something else later becomes an error on the others at the end of the group's timeout.
         transport: "auto": GPUs of one host that reach each other's memory leave what travels to their copy engines,
             through memory that all processes of the group share (PyTorch's symmetric memory, kept for the next call: of
-            two processes the bytes of one's k and v, with backward three times as many; of more processes twice that);
+            two processes the bytes of one's k and v, with backward three times as many; of more processes twice that;
+            where heads are divided those of q, k and v);
             elsewhere, and with "messages" everywhere, it is messages of torch.distributed. `routes` tells which after
             the first call.
         leave: how many multiprocessors of a GPU attention leaves to NCCL while a ring's messages are on their way

@@ -44,24 +44,17 @@ def _lay_out(xs: Sequence[Tensor], n: int, runs: int, to_heads: bool, peers: Pee
     peers.arrive(sum(aligned(x.numel() * x.element_size()) for x in xs))
     for x in map(regular, xs):
         b, h, s, d = x.shape
-        if to_heads:  # whose number is at `axis` of what all bring together
-            kind, axis, parts = (
-                (b, h // n, runs, n, s // runs, d),
-                3,
-                x.view(b, n, h // n, runs, s // runs, d).unbind(1),
-            )
-        else:
-            kind, axis, parts = (
-                (b, n, h, runs, s // runs // n, d),
-                1,
-                x.view(b, h, runs, n, s // runs // n, d).unbind(3),
-            )
+        heads, rows = (h // n, s // runs) if to_heads else (h, s // runs // n)  # of a process
+        by_heads, by_rows = (b, n, heads, runs, rows, d), (b, heads, runs, n, rows, d)
+        # Which process it is of stands at `of` of what one has, and at `axis` of what all bring together.
+        had, of, kind, axis = (by_heads, 1, by_rows, 3) if to_heads else (by_rows, 3, by_heads, 1)
+        parts = x.view(had).unbind(of)
         for step in range(1, n):  # so that not all begin with the same
             to = (rank + step) % n
-            there = peers.part(to, first, x).view(kind).select(axis, rank)
+            there = peers.part(to, first, x.numel(), x.dtype).view(kind).select(axis, rank)
             pairs += [(there[:, :, run], parts[to][:, :, run]) for run in range(runs)]
         mine = x.new_empty(kind)
-        made.append((mine, peers.part(rank, first, x).view(kind), axis, parts[rank]))
+        made.append((mine, peers.part(rank, first, x.numel(), x.dtype).view(kind), axis, parts[rank]))
         first += aligned(x.numel() * x.element_size())
     copy = peers.copy(*pairs)
     copy.meets = True

@@ -42,12 +42,6 @@ def runs_of(to: Tensor, source: Tensor) -> list[tuple[int, int, int, int, int, i
     return [(there, steps[0], here, steps[1], run, h) for there, here in zip(*at, strict=True)]
 
 
-def stream_of(device: torch.device) -> int:
-    """The current one, as the driver has it."""
-    found: int = torch._C._cuda_getCurrentRawStream(device.index)
-    return found
-
-
 def aligned(size: int) -> int:
     return -(-size // _ALIGN) * _ALIGN
 
@@ -118,13 +112,9 @@ class Peers:
         self.memory[self.rank] = memory
         self.size = size
 
-    def part(self, rank: int, first: int, like: Tensor) -> Tensor:
-        """As many bytes from `first` on as `like` has, of its type: flat."""
-        return self.memory[rank][first : first + like.numel() * like.element_size()].view(like.dtype)
-
-    def box(self, first: int, count: int, dtype: torch.dtype) -> Tensor:
-        """So many numbers of this process's memory."""
-        return self.memory[self.rank][first : first + count * dtype.itemsize].view(dtype)
+    def part(self, rank: int, first: int, count: int, dtype: torch.dtype) -> Tensor:
+        """So many numbers of a process's memory, from the byte `first` on."""
+        return self.memory[rank][first : first + count * dtype.itemsize].view(dtype)
 
     def arrive(self, size: int) -> None:
         """All have left the pass before: what is in the memory may be overwritten."""

@@ -14,8 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from heddle import _C
+from heddle._kinds import stream_of
 from heddle._parallel.lists import BlockLists
-from heddle._parallel.peers import Peers, stream_of
+from heddle._parallel.peers import Peers
 from heddle._parallel.places import Meeting, Places
 from heddle._parallel.travel import Gradients, Keys, real_of
 

@@ -115,10 +115,11 @@ class _Shared:
         if sent := places.needs(served, places.rank):
             k, v = keys.own(sent)
             behind = box + k.numel() * k.element_size()
-            copy = peers.copy(*((peers.part(served, at, t).view(t.shape), t) for at, t in ((box, k), (behind, v))))
+            there = (peers.part(served, at, t.numel(), t.dtype) for at, t in ((box, k), (behind, v)))
+            copy = peers.copy(*((to.view(t.shape), t) for to, t in zip(there, (k, v), strict=True)))
         copy.meets = True
         needed = keys.size(len(places.needs(places.rank, server)))
-        return peers.box(box, needed, keys.k.dtype) if needed else None, copy
+        return peers.part(places.rank, box, needed, keys.k.dtype) if needed else None, copy
 
     def give(self, step: int, sums: Tensor | None) -> tuple[Tensor | None, Copy]:
         """Nobody writes into a box before its owner has added what is in it: between the two lies the meeting of the
@@ -126,10 +127,10 @@ class _Shared:
         places, peers = self.keys.places, self.peers
         served, server = places.at(step)
         box = self.sums + (step - 1) % 2 * self.sum_box
-        copy = peers.nothing() if sums is None else peers.copy((peers.part(server, box, sums), sums))
+        copy = peers.nothing() if sums is None else peers.copy((peers.part(server, box, len(sums), self.real), sums))
         copy.meets = True
         asked = self.keys.size(len(places.needs(served, places.rank)))
-        return peers.box(box, asked, self.real) if asked else None, copy
+        return peers.part(places.rank, box, asked, self.real) if asked else None, copy
 
     def end(self) -> None:
         self.peers.leave()
