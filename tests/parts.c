@@ -201,7 +201,8 @@ bool attention_in_parts(attention_problem *p, int64_t first, attention_problem *
     }
     for (size_t x = 0; x < COUNT(outputs); x++) {
         take_sums(&s, from[x], x < 2 ? 0 : THERE, x < 2 ? 0 : s.gap, &to->t[outputs[x]]);
-        if (x >= 2 && !sums_gaps_unchanged(&s, from[x], to->t[outputs[x]].dim[3])) {
+        const int64_t columns = outputs[x] == T_DV ? p->a.dv : p->a.d; /* the output itself may be left out */
+        if (x >= 2 && !sums_gaps_unchanged(&s, from[x], columns)) {
             printf("  a part wrote between the rows of %s\n", attention_tensor_name[outputs[x]]);
             right = false;
         }
