@@ -117,6 +117,83 @@ static void test_attention_thread_counts(void **state) {
     }
 }
 
+/* Float32's backward: with some numbers of threads a task has all chunks of a unit, with others one of them; eight units, of two or three
+ * chunks, are divided by 1 and 2, and enough for both. */
+static attention_case unit_of_chunks(int x) {
+    attention_case c =
+        attention_case_of(2, 8, 4, x % 8 == 7 ? 270 : 101, x % 3 == 0 ? 700 : 1100, x % 3 == 2 ? 40 : 64, 64);
+    c.seed = (uint64_t)x * 3 + 1;
+    c.a.features = HEDDLE_DETERMINISTIC;
+    c.a.mask = (heddle_mask)(x % 3);
+    c.q_magnitude = x % 2 ? 20 : 1; /* its log-sum-exps are formed anew */
+    if (x & 1)
+        c.a.features |= HEDDLE_SINKS;
+    if (x & 2)
+        c.a.dropout = 0.2;
+    if (x & 4) {
+        c.a.features |= HEDDLE_WINDOW;
+        c.a.window_left = 277;
+        c.a.window_right = 150;
+    }
+    if (x % 5 == 1)
+        c.a.softcap = 5;
+    if (x % 5 == 2)
+        c.a.features |= HEDDLE_BOOL_MASK;
+    if (x % 5 == 3)
+        c.a.features |= HEDDLE_ALIBI;
+    if (x % 5 == 4) {
+        c.a.features |= HEDDLE_BIAS;
+        c.a.bias_stride = c.a.dbias_stride = (heddle_strides){0, 0, c.a.sk};
+    }
+    return c;
+}
+
+/* With gradients so small that they are lifted by what a whole unit allows, and one so large that its unit's cannot be. */
+static attention_problem with_gradients(const attention_case *c, double magnitude) {
+    attention_problem p = attention_new(c);
+    const heddle_attention *a = &c->a;
+    for (int64_t n = 0; n < a->b; n++)
+        for (int64_t x = 0; x < a->h; x++)
+            for (int64_t i = 0; i < a->sq; i++)
+                for (int64_t e = 0; e < a->dv; e++) {
+                    const bool large = magnitude < 1 && n == 1 && x == 3 && i == 50;
+                    const double value = tensor_get(&p.t[T_DOUT], n, x, i, e);
+                    tensor_set(&p.t[T_DOUT], n, x, i, e, large ? value * 0x1p60 : value * magnitude);
+                }
+    tensor_upload(&p.t[T_DOUT]);
+    return p;
+}
+
+static void test_chunks_of_a_task(void **state) {
+    (void)state;
+    static const int counts[] = {1, 2, 3, 5};
+    for (int x = 0; x < 24; x++) {
+        const attention_case c = unit_of_chunks(x);
+        attention_problem one = {0};
+        for (size_t t = 0; t < COUNT(counts); t++) {
+            set_threads(counts[t]);
+            attention_problem p = with_gradients(&c, x % 4 < 2 ? 1 : 0x1p-110);
+            attention_run(&p, HEDDLE_FORWARD);
+            attention_run(&p, HEDDLE_BACKWARD);
+            if (t == 0) {
+                one = p;
+                continue;
+            }
+            if (!attention_same(&one, &p)) {
+                attention_print(&c);
+                fail_msg("%d threads give other bits than one", counts[t]);
+            }
+            attention_free(&p);
+        }
+        attention_free(&one);
+        if (x < 6) /* and right, by each way */
+            for (size_t t = 0; t < COUNT(counts); t += 2) {
+                set_threads(counts[t]);
+                check_attention(&c);
+            }
+    }
+}
+
 /* Backward in 16 bits has room for dq of a few sequences at once: short ones wait for the long one in front of them. */
 static void test_long_before_short(void **state) {
     (void)state;
@@ -392,6 +469,7 @@ int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_first_calls),
         cmocka_unit_test(test_attention_thread_counts),
+        cmocka_unit_test(test_chunks_of_a_task),
         cmocka_unit_test(test_long_before_short),
         cmocka_unit_test(test_norm_linear_thread_counts),
         cmocka_unit_test(test_right_with_threads),

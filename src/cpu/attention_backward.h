@@ -65,23 +65,34 @@ static bool surveys(const call *c, const unit *u, const lanes *l, int64_t chunk_
     return c->group * u->s.sq <= FEW_LANES && u->s.sk <= 4 * c->tile_k;
 }
 
+/* Keys of the block that begins with key j, which ends where a chunk does. */
+INLINE int64_t block_keys(const call *c, const backward_shared *g, int64_t j, range keys) {
+    return min64(c->tile_k, min64(keys.end, (j / g->chunk_k + 1) * g->chunk_k) - j);
+}
+
 /* D gets sum over all keys of P∘dweights, the scores once more; with `whole` it becomes that of P∘(Z∘dP + dweights), and lse what makes P
  * sum to 1. */
 static void add_key_sums(const call *c, const unit *u, bool whole, backward_space *w, const backward_shared *g) {
     const lanes *l = &w->l;
     const range keys = l->keys;
+    const bool keep = w->kept && w->kept_first < 0;
     double of_p[LANES] = {0}, of_ds[LANES] = {0};
     load_tile(c, u, w, g);
-    for (int64_t j = keys.begin; j < keys.end; j += c->tile_k) {
-        if (!sees_some(c, u, l, j, min64(c->tile_k, keys.end - j)))
+    for (int64_t j = keys.begin, n; j < keys.end; j += n) {
+        n = block_keys(c, g, j, keys);
+        if (!sees_some(c, u, l, j, n))
             continue;
-        const key_block b = load_key_block(c, u, w, j, min64(c->tile_k, keys.end - j), whole);
+        const key_block b = load_key_block(c, u, w, j, n, whole);
         known_scores(c, u, &b, w);
+        if (keep)
+            keep_scores(&b, keys.begin, w);
         if (weighs_nothing(c, &b, w))
             continue;
         weigh_scores(false, false, NO_SUMS, c->factor, b.count, w);
         if (whole)
             weight_gradients(c, u, &b, w);
+        if (whole && w->kept)
+            keep_weight_gradients(&b, keys.begin, w);
         if (whole && c->drops)
             dropout_factors(c, u, l, &b, w->z);
         if (c->t->dweights)
@@ -92,6 +103,7 @@ static void add_key_sums(const call *c, const unit *u, bool whole, backward_spac
             of_ds[x] += (double)w->sum_ds[x];
         }
     }
+    w->kept_first = w->kept ? keys.begin : -1;
     for (int64_t x = 0; x < l->stride; x++) {
         w->sum_p[x] = (float)of_p[x];
         w->sum_ds[x] = (float)of_ds[x];
@@ -101,7 +113,7 @@ static void add_key_sums(const call *c, const unit *u, bool whole, backward_spac
         const vi right = sums_to_one(c, sum, load(w->base + x), 0x1p-20f);
         for (int64_t y = x; y < min64(l->count, x + VL); y++) {
             const int64_t at = lse_offset(c, u, l->head[y], l->first + l->index[y]);
-            const float d = g->dsum[at], more = whole ? lacks[y - x] : w->sum_ds[y];
+            const float d = g->dsum[at], more = (whole ? lacks[y - x] : w->sum_ds[y]) / w->lift;
             if (whole && !right[y - x])
                 continue;
             g->dsum[at] = d + more;
@@ -184,10 +196,11 @@ static void renew_lse(const call *c, const unit *u, range keys, backward_space *
         top[x] = -INFINITY;
         rest[x] = (double)w->rest[x] + (double)w->whole[x];
     }
-    for (int64_t j = keys.begin; j < keys.end; j += c->tile_k) {
-        if (!sees_some(c, u, l, j, min64(c->tile_k, keys.end - j)))
+    for (int64_t j = keys.begin, n; j < keys.end; j += n) {
+        n = block_keys(c, g, j, keys);
+        if (!sees_some(c, u, l, j, n))
             continue;
-        const key_block b = load_key_block(c, u, w, j, min64(c->tile_k, keys.end - j), false);
+        const key_block b = load_key_block(c, u, w, j, n, false);
         scores(c, u, l, &b, w->qt, &w->seen, w->s, w->kept_tanhs ? w->tanhs : NULL, &w->next);
         if (w->kept)
             keep_scores(&b, keys.begin, w);
@@ -230,11 +243,14 @@ static void refine_lse(const call *c, const unit *u, backward_space *w, const ba
     load_q(c, u, w, g);
     for (int64_t x = 0; x < LANES; x++)
         w->base[x] = -INFINITY;
-    for (int64_t j = keys.begin; j < keys.end; j += c->tile_k) {
-        if (!sees_some(c, u, l, j, min64(c->tile_k, keys.end - j)))
+    for (int64_t j = keys.begin, n; j < keys.end; j += n) {
+        n = block_keys(c, g, j, keys);
+        if (!sees_some(c, u, l, j, n))
             continue;
-        const key_block b = load_key_block(c, u, w, j, min64(c->tile_k, keys.end - j), false);
-        scores(c, u, l, &b, w->qt, &w->seen, w->s, NULL, &w->next);
+        const key_block b = load_key_block(c, u, w, j, n, false);
+        scores(c, u, l, &b, w->qt, &w->seen, w->s, w->kept_tanhs ? w->tanhs : NULL, &w->next);
+        if (w->kept)
+            keep_scores(&b, keys.begin, w);
         for (int64_t x = 0; x < l->stride; x += VL)
             add_exponents(c, w->s + x, l->stride, b.count, w->base + x, sum + x);
     }
@@ -254,13 +270,14 @@ static void refine_lse(const call *c, const unit *u, backward_space *w, const ba
         if (fabsf(natural_lse(c, base, rest) - lse) <= fabsf(lse) * 0x1p-20f)
             set_lse(g, at, base, rest);
     }
+    w->kept_first = w->kept ? keys.begin : -1;
 }
 
+/* `lift` of the space is the unit's. */
 static void prepare_task(const call *c, const unit *u, int64_t tile, backward_space *w, const backward_shared *g) {
     const heddle_attention *a = c->a;
     int64_t rows = c->group * u->s.sq;
     w->kept_first = -1;
-    w->lift = 1;
     if (tile * LANES >= rows)
         return;
     make_lanes(c, u, -1, tile * LANES, min64(LANES, rows - tile * LANES), &w->l);
@@ -353,24 +370,32 @@ static void add_dq(const call *c, const unit *u, backward_space *w, const backwa
             narrow_row(TYPE(c), sum_rows[x], c->a->d, 1, out[x]);
 }
 
-static void fold_chunk(const call *c, int64_t count, bool first, backward_space *w) {
-    fold_sums(&w->dk_all, &w->dk, count * c->d_pad, first);
-    fold_sums(&w->dv_all, &w->dv, count * c->dv_pad, first);
+/* A chunk of keys, and the sums of its dK and dV. */
+typedef struct chunk {
+    key_block keys;
+    bool k_finite;
+    float *dk, *dv, *dk_all, *dv_all;
+    int64_t added; /* tiles */
+} chunk;
+
+static void fold_chunk(const call *c, bool first, chunk *p) {
+    fold_sums(&p->dk_all, &p->dk, p->keys.count * c->d_pad, first);
+    fold_sums(&p->dv_all, &p->dv, p->keys.count * c->dv_pad, first);
 }
 
-static void write_chunk(const call *c, const unit *u, int64_t first, int64_t count, backward_space *w, bool folded) {
+static void write_chunk(const call *c, const unit *u, chunk *p, bool folded, float lower) {
     const heddle_attention *a = c->a;
     if (folded)
-        fold_chunk(c, count, false, w);
-    const float *dk = folded ? w->dk_all : w->dk, *dv = folded ? w->dv_all : w->dv;
-    const float scale = (float)a->scale * w->lower;
-    for (int64_t j = 0; j < count; j++) {
-        int64_t row = u->s.first_k + first + j;
+        fold_chunk(c, false, p);
+    const float *dk = folded ? p->dk_all : p->dk, *dv = folded ? p->dv_all : p->dv;
+    const float scale = (float)a->scale * lower;
+    for (int64_t j = 0; j < p->keys.count; j++) {
+        int64_t row = u->s.first_k + p->keys.first + j;
         if (c->adds) {
             if (c->t->dk)
                 add_row(dk + j * c->d_pad, a->d, scale, (float *)c->t->dk + row_offset(a->dk_stride, u->n, u->hk, row));
             if (c->t->dv)
-                add_row(dv + j * c->dv_pad, a->dv, w->lower,
+                add_row(dv + j * c->dv_pad, a->dv, lower,
                         (float *)c->t->dv + row_offset(a->dv_stride, u->n, u->hk, row));
             continue;
         }
@@ -378,33 +403,34 @@ static void write_chunk(const call *c, const unit *u, int64_t first, int64_t cou
             narrow_row(TYPE(c), dk + j * c->d_pad, a->d, scale,
                        (char *)c->t->dk + row_offset(a->dk_stride, u->n, u->hk, row) * element_size(TYPE(c)));
         if (c->t->dv)
-            narrow_row(TYPE(c), dv + j * c->dv_pad, a->dv, w->lower,
+            narrow_row(TYPE(c), dv + j * c->dv_pad, a->dv, lower,
                        (char *)c->t->dv + row_offset(a->dv_stride, u->n, u->hk, row) * element_size(TYPE(c)));
     }
 }
 
-static void backward_tile(const call *c, const unit *u, const key_block *chunk, bool k_finite, backward_space *w) {
+/* A tile that has been loaded against a chunk. */
+static void backward_tile(const call *c, const unit *u, const chunk *p, backward_space *w) {
     const range seen = w->l.keys;
-    int64_t begin = max64(seen.begin, chunk->first), end = min64(seen.end, chunk->first + chunk->count);
-    load_rows(c, u, w);
+    const key_block *all = &p->keys;
+    int64_t begin = max64(seen.begin, all->first), end = min64(seen.end, all->first + all->count);
     memset(w->dqt, 0, sizeof(float) * (size_t)(c->a->d * w->l.stride));
     memset(w->row_p, 0, sizeof w->row_p);
     w->measured = c->t->dq && measures(c, u, seen.end - seen.begin);
     if (c->a->features & HEDDLE_BLOCKS) /* whole blocks of the lists; what is before `seen` is hidden */
-        begin -= (begin - chunk->first) % c->tile_k;
+        begin -= (begin - all->first) % c->tile_k;
     else if (uses_tiles(&w->l)) /* whole tiles */
-        begin -= (begin - chunk->first) % 32;
-    else if (chunk->t.k_columns)
-        begin -= (begin - chunk->first) % 2;
+        begin -= (begin - all->first) % 32;
+    else if (all->t.k_columns)
+        begin -= (begin - all->first) % 2;
     for (int64_t j = begin; j < end; j += c->tile_k) {
-        int64_t at = j - chunk->first;
+        int64_t at = j - all->first;
         key_block b = {j,
                        min64(c->tile_k, end - j),
-                       chunk->k + at * chunk->k_stride,
-                       chunk->v + at * chunk->v_stride,
-                       chunk->k_stride,
-                       chunk->v_stride,
-                       chunk->t};
+                       all->k + at * all->k_stride,
+                       all->v + at * all->v_stride,
+                       all->k_stride,
+                       all->v_stride,
+                       all->t};
 #ifdef HAVE_BF16_TILES
         if (uses_tiles(&w->l)) {
             b.t.k += at / 16 * b.t.k_step;
@@ -412,12 +438,12 @@ static void backward_tile(const call *c, const unit *u, const key_block *chunk, 
             b.t.k_columns += at / 32 * TILE_FLOATS;
         }
 #else
-        if (chunk->t.k_columns)
+        if (all->t.k_columns)
             b.t.k_columns += at / 2 * c->d_pad;
 #endif
         b = mask_cut(c, u, &w->l, &b);
         if (b.count > 0 && sees_some(c, u, &w->l, b.first, b.count))
-            backward_block(c, u, &b, k_finite, w, w->dk + at * c->d_pad, w->dv + at * c->dv_pad);
+            backward_block(c, u, &b, p->k_finite, w, p->dk + at * c->d_pad, p->dv + at * c->dv_pad);
     }
 }
 
@@ -464,21 +490,21 @@ static void ahead_share(const call *c, const unit *u, const void *p, heddle_stri
 }
 
 typedef struct piece {
-    int64_t at, unit, chunk;
+    int64_t at, unit, part;
 } piece;
 
 /* What a ticket is for. The last units of all are in one group with those before, so that a few need not be divided evenly. */
 static piece piece_of(const backward_shared *g, int64_t at) {
     const int64_t groups = max64(1, g->units / g->together);
-    const int64_t group = min64(at / (g->together * g->chunks), groups - 1), first = group * g->together;
-    const int64_t count = group == groups - 1 ? g->units - first : g->together, x = at - first * g->chunks;
+    const int64_t group = min64(at / (g->together * g->parts), groups - 1), first = group * g->together;
+    const int64_t count = group == groups - 1 ? g->units - first : g->together, x = at - first * g->parts;
     return (piece){at, first + x % count, x / count};
 }
 
 /* Asks for what is needed next: rows of dq that this tile will write, q and dO of the next tile, and of what the next task begins with
  * a share for each tile: its keys, and what prepare_task() reads where that is a part of it. */
-static void backward_ahead(const call *c, const unit *u, piece now, int64_t chunk_k, int64_t tile, int64_t tiles,
-                           int64_t keys, backward_space *w, const backward_shared *g) {
+static void backward_ahead(const call *c, const unit *u, piece now, int64_t tile, int64_t tiles, int64_t keys,
+                           backward_space *w, const backward_shared *g) {
     const heddle_attention *a = c->a;
     ahead *p = &w->next;
     ahead_begin(p);
@@ -487,13 +513,13 @@ static void backward_ahead(const call *c, const unit *u, piece now, int64_t chun
     const int64_t steps = product_steps(c, keys, 2, a->d), f0 = tile * LANES, rows = c->group * u->s.sq;
     const int64_t share = tiles - 1 - tile;
     const int64_t at = next_of(now.at, g->per_ticket, c->threads);
-    if (at < g->units * g->chunks) {
+    if (at < g->units * g->parts) {
         const piece next = piece_of(g, at);
         const unit v = next.unit == now.unit ? *u : make_unit(c, next.unit);
-        const int64_t first = next.chunk * chunk_k, n = min64(chunk_k, v.s.sk - first);
+        const int64_t first = next.part * g->part_k, n = min64(g->part_k, v.s.sk - first);
         ahead_share(c, &v, c->t->v, a->v_stride, a->dv, first, n, share, tiles, steps, p);
         ahead_share(c, &v, c->t->k, a->k_stride, a->d, first, n, share, tiles, steps, p);
-        if (g->chunks == 1) {
+        if (g->parts == 1) {
             const int64_t all = c->group * v.s.sq, begin = all * share / tiles, end = all * (share + 1) / tiles;
             ahead_queries(c, &v, c->t->dout, a->do_stride, a->dv, begin, end, steps, p);
             ahead_queries(c, &v, c->t->o, a->o_stride, a->dv, begin, end, steps, p);
@@ -510,68 +536,119 @@ static void backward_ahead(const call *c, const unit *u, piece now, int64_t chun
     ahead_queries(c, u, c->t->dq, a->dq_stride, a->d, f0, min64(rows, f0 + LANES), steps, p);
 }
 
-static void backward_task(const call *c, const unit *u, piece now, int64_t chunk_k, backward_space *w,
-                          const backward_shared *g) {
-    const heddle_attention *a = c->a;
-    const int64_t unit_index = now.unit, chunk_index = now.chunk;
-    const int64_t rows = c->group * u->s.sq, tiles = (rows + LANES - 1) / LANES;
-    for (int64_t tile = 0; g->chunks == 1 && !w->kept && tile < tiles; tile++)
-        prepare_task(c, u, tile, w, g);
-    key_block chunk = {.first = chunk_index * chunk_k};
-    chunk.count = min64(chunk_k, u->s.sk - chunk.first);
-    const bool k_finite = load_chunk(c, u, w, &chunk);
-    const float lift = gradient_lift(c, u, chunk.first, chunk.count);
-    w->lower = 0.5f / lift;
-    w->fresh = tiles == 1 && a->mask == HEDDLE_MASK_NONE && !(a->features & HEDDLE_WINDOW) && !c->masks;
-    const size_t dk_bytes = sizeof(float) * (size_t)(chunk.count * c->d_pad),
-                 dv_bytes = sizeof(float) * (size_t)(chunk.count * c->dv_pad);
-    if (!w->fresh) {
-        memset(w->dk, 0, dk_bytes);
-        memset(w->dv, 0, dv_bytes);
+/* Magnitudes of a share of a unit, for gradient_lift(). */
+static void size_task(const call *c, const unit *u, int64_t unit_index, int64_t chunk_index, const backward_shared *g) {
+    const int64_t rows = (u->s.sq + g->chunks - 1) / g->chunks, first = min64(u->s.sq, chunk_index * rows);
+    const range queries = {first, min64(u->s.sq, first + rows)},
+                keys = {chunk_index * g->chunk_k, min64(u->s.sk, (chunk_index + 1) * g->chunk_k)};
+    if (may_lift_gradients(c, u))
+        g->sizes[unit_index * g->chunks + chunk_index] = magnitudes_of(c, u, queries, keys);
+}
+
+/* What all gradients of a unit are lifted by, whoever has which of its chunks. */
+static void set_lift(const call *c, const unit *u, int64_t unit_index, backward_space *w, const backward_shared *g) {
+    w->lift = 1;
+    if (may_lift_gradients(c, u)) {
+        magnitudes m = {0};
+        if (g->parts == 1)
+            m = magnitudes_of(c, u, (range){0, u->s.sq}, (range){0, u->s.sk});
+        for (int64_t x = 0; g->parts > 1 && x < g->chunks; x++)
+            m = larger_magnitudes(m, g->sizes[unit_index * g->chunks + x]);
+        w->lift = gradient_lift(c, u, &m);
     }
+    w->lower = 0.5f / w->lift;
+}
+
+/* The chunks of a task, with sums of zero; returns how many there are. */
+static int begin_chunks(const call *c, const unit *u, piece now, backward_space *w, const backward_shared *g,
+                        chunk *chunks) {
+    const int64_t begin = now.part * g->part_k, end = min64(u->s.sk, begin + g->part_k);
+    int count = 0;
+    for (int64_t first = begin; first < end; first += g->chunk_k) {
+        const int64_t dk = (first - begin) * c->d_pad, dv = (first - begin) * c->dv_pad;
+        chunk *p = &chunks[count++];
+        *p = (chunk){.keys = {.first = first, .count = min64(g->chunk_k, end - first)},
+                     .dk = w->dk + dk,
+                     .dv = w->dv + dv,
+                     .dk_all = w->dk_all ? w->dk_all + dk : NULL,
+                     .dv_all = w->dv_all ? w->dv_all + dv : NULL};
+        p->k_finite = load_chunk(c, u, w, &p->keys);
+        if (!w->fresh) {
+            memset(p->dk, 0, sizeof(float) * (size_t)(p->keys.count * c->d_pad));
+            memset(p->dv, 0, sizeof(float) * (size_t)(p->keys.count * c->dv_pad));
+        }
+    }
+    return count;
+}
+
+/* What a tile adds to a chunk, and the chunk to dQ of the tile, once it is its turn. True if the tile has been loaded. */
+static bool tile_and_chunk(const call *c, const unit *u, int64_t unit_index, int64_t tile, bool loaded, chunk *p,
+                           float *sums, backward_space *w, const backward_shared *g) {
+    const range mine = chunks_of_tile(&w->l, g->chunk_k);
+    const int64_t index = p->keys.first / g->chunk_k;
+    _Atomic uint32_t *turn = &g->turn[unit_index * g->tiles + tile];
+    if (index < mine.begin || index >= mine.end)
+        return loaded;
+    if (index > mine.begin && index < mine.end - 1 && !sees_some(c, u, &w->l, p->keys.first, p->keys.count)) {
+        if (c->t->dq) { /* nothing to add, but others wait for their turn */
+            wait_for_turn(turn, (uint32_t)index);
+            atomic_store_explicit(turn, (uint32_t)index + 1, memory_order_release);
+        }
+        return loaded;
+    }
+    if (loaded) {
+        load_terms(c, u, w, g);
+    } else {
+        load_tile(c, u, w, g);
+        load_rows(c, u, w);
+    }
+    backward_tile(c, u, p, w);
+    p->added++;
+    for (int64_t x = 0; x < w->l.count && g->chunks == 1; x++) { /* for dsinks and dbias */
+        const int64_t at = lse_offset(c, u, w->l.head[x], w->l.first + w->l.index[x]);
+        g->dsum[at] = w->dsum[x] / w->lift;
+        g->rest[at] = w->rest[x];
+    }
+    if (!c->t->dq)
+        return true;
+    if (index > mine.begin)
+        wait_for_turn(turn, (uint32_t)index);
+    add_dq(c, u, w, g, sums, index == mine.begin, index == mine.end - 1);
+    atomic_store_explicit(turn, (uint32_t)index + 1, memory_order_release);
+    return true;
+}
+
+static void backward_task(const call *c, const unit *u, piece now, backward_space *w, const backward_shared *g) {
+    const heddle_attention *a = c->a;
+    const int64_t rows = c->group * u->s.sq, tiles = (rows + LANES - 1) / LANES;
+    set_lift(c, u, now.unit, w, g);
+    for (int64_t tile = 0; g->parts == 1 && !w->kept && tile < tiles; tile++)
+        prepare_task(c, u, tile, w, g);
+    w->fresh = tiles == 1 && a->mask == HEDDLE_MASK_NONE && !(a->features & HEDDLE_WINDOW) && !c->masks;
+    chunk chunks[MOST_CHUNKS];
+    const int count = begin_chunks(c, u, now, w, g, chunks);
     const int64_t fold = folds(TYPE(c), rows) ? tiles_of_fold(tiles) : tiles;
-    int64_t added = 0;
-    float *sums = g->slots ? g->dq + unit_index % g->slots * (c->group * a->sq * c->d_pad) : NULL;
-    if (g->slots && unit_index >= g->slots) /* who used the slot before must be through */
-        wait_for_turn(&g->done[unit_index - g->slots], (uint32_t)g->chunks);
+    float *sums = g->slots ? g->dq + now.unit % g->slots * (c->group * a->sq * c->d_pad) : NULL;
+    if (g->slots && now.unit >= g->slots) /* who used the slot before must be through */
+        wait_for_turn(&g->done[now.unit - g->slots], (uint32_t)g->chunks);
     /* Downwards: the chunks of a causal mask all begin at the last queries and follow each other closely. */
     for (int64_t tile = tiles - 1; tile >= 0; tile--) {
+        bool loaded = false;
         w->kept_first = -1;
         if (w->kept)
             prepare_task(c, u, tile, w, g);
         make_lanes(c, u, -1, tile * LANES, min64(LANES, rows - tile * LANES), &w->l);
-        range mine = chunks_of_tile(&w->l, chunk_k);
-        if (chunk_index < mine.begin || chunk_index >= mine.end)
-            continue;
-        _Atomic uint32_t *turn = &g->turn[unit_index * g->tiles + tile];
-        if (chunk_index > mine.begin && chunk_index < mine.end - 1 &&
-            !sees_some(c, u, &w->l, chunk.first, chunk.count)) {
-            if (c->t->dq) { /* nothing to add, but others wait for their turn */
-                wait_for_turn(turn, (uint32_t)chunk_index);
-                atomic_store_explicit(turn, (uint32_t)chunk_index + 1, memory_order_release);
-            }
-            continue;
+        backward_ahead(c, u, now, tile, tiles, min64(g->part_k, u->s.sk - now.part * g->part_k), w, g);
+        for (chunk *p = chunks; p < chunks + count; p++) {
+            const int64_t before = p->added;
+            loaded = tile_and_chunk(c, u, now.unit, tile, loaded, p, sums, w, g);
+            if (p->added > before && p->added % fold == 0 && fold < tiles)
+                fold_chunk(c, p->added == fold, p);
         }
-        w->lift = lift;
-        load_tile(c, u, w, g);
-        backward_ahead(c, u, now, chunk_k, tile, tiles, chunk.count, w, g);
-        backward_tile(c, u, &chunk, k_finite, w);
-        if (++added % fold == 0 && fold < tiles)
-            fold_chunk(c, chunk.count, added == fold, w);
-        for (int64_t x = 0; x < w->l.count && g->chunks == 1; x++) { /* for dsinks and dbias */
-            const int64_t at = lse_offset(c, u, w->l.head[x], w->l.first + w->l.index[x]);
-            g->dsum[at] = w->dsum[x] / w->lift;
-            g->rest[at] = w->rest[x];
-        }
-        if (!c->t->dq)
-            continue;
-        if (chunk_index > mine.begin)
-            wait_for_turn(turn, (uint32_t)chunk_index);
-        add_dq(c, u, w, g, sums, chunk_index == mine.begin, chunk_index == mine.end - 1);
-        atomic_store_explicit(turn, (uint32_t)chunk_index + 1, memory_order_release);
     }
     ahead_begin(&w->next);
-    write_chunk(c, u, chunk.first, chunk.count, w, fold < tiles && added >= fold);
+    for (chunk *p = chunks; p < chunks + count; p++)
+        write_chunk(c, u, p, fold < tiles && p->added >= fold, w->lower);
 }
 
 /* Gradients of the rows that the sequence owns but does not use, and of a bias where no block may write them. */

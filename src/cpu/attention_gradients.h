@@ -6,23 +6,43 @@
 #include "attention_forward.h"
 #include "attention_lift.h"
 
-/* Scores of so many keys at most are kept from one pass over a tile to the next: what stays in the second-level cache. */
-#define KEPT_KEYS 1024
+/* Scores and their gradients of so many keys at most are kept from one pass over a tile to the next. */
+#define KEPT_KEYS 4096
+#define KEPT_BLOCKS (KEPT_KEYS / TILE_KEYS + 1) /* the first may begin anywhere */
 
-/* Whether they are: where renew_lse() may form all of a unit's, in a task that goes on to use them. Lists of blocks have steps of their own
- * in that. */
-static bool keeps(const attention_plan *plan) {
-    const heddle_attention *a = &plan->a;
-    return a->dtype == HEDDLE_F32 && a->sk > plan->tile_k && a->sk <= min64(plan->chunk_k, KEPT_KEYS) &&
-           !(a->features & HEDDLE_BLOCKS);
+/* Numbers of K and V in a unit whose chunks one task may have. */
+#define JOINED_NUMBERS (1 << 19)
+
+/* Whether prepare_task() may form all of a unit's: float32, whose passes before the main one are many. Lists of blocks have steps of their
+ * own in that. */
+static bool may_keep(const heddle_attention *a) {
+    return a->dtype == HEDDLE_F32 && a->sk > TILE_KEYS && a->sk <= KEPT_KEYS && !(a->features & HEDDLE_BLOCKS);
 }
+
+/* Whether a task has all chunks of a unit, so that what is kept of a tile is at hand for each: where units are enough for the threads, and
+ * one's K, V, dK and dV for a core's share of the last cache. A task does then what one after the other would do for its chunk, so the
+ * bits are the same. */
+static bool joins_chunks(const attention_plan *plan) {
+    const heddle_attention *a = &plan->a;
+    const int64_t units = a->b * a->hk, threads = plan->threads;
+    return a->sk > plan->chunk_k && may_keep(a) && a->h / a->hk * a->sq > FEW_LANES &&
+           a->sk * (a->d + a->dv) <= JOINED_NUMBERS && (units % threads == 0 || units >= 4 * threads);
+}
+
+static bool keeps(const attention_plan *plan) {
+    return may_keep(&plan->a) && (plan->a.sk <= plan->chunk_k || joins_chunks(plan));
+}
+
+/* The chunks of one task. */
+#define MOST_CHUNKS (KEPT_KEYS / TILE_KEYS)
 
 typedef struct backward_space {
     lanes l;
     float *qt, *dot, *q, *dout; /* Qᵀ, dOᵀ [..][lanes]; Q, dO [lanes][..] */
     float *dqt;                 /* [d][lanes] */
     float *s, *dp, *tanhs, *z, *scratch;
-    float *k, *v, *dk, *dv;                       /* [chunk][..] */
+    float *k, *v;                                 /* [chunk][..] */
+    float *dk, *dv;                               /* of all keys of a task */
     float *dk_all, *dv_all;                       /* sums of what dk and dv have been (folds), or NULL */
     float base[LANES], rest[LANES], whole[LANES]; /* the log-sum-exp in units of log2 is base·factor + rest + whole */
     float lift, lower; /* gradient_lift(), in all that is linear in dO; half of 1 over it, for what P is in, too */
@@ -36,10 +56,10 @@ typedef struct backward_space {
     bool measured; /* measures() */
     bool fresh;    /* dk and dv hold nothing yet, and nothing is masked */
     parts seen;
-    float *kept,
-        *kept_tanhs; /* scores of all keys of a tile, as renew_lse() formed them for the passes that follow; or NULL */
-    int64_t kept_first;                     /* the first of these keys; -1: there are none */
-    bool kept_hides[KEPT_KEYS / TILE_KEYS]; /* parts.hides of their blocks */
+    float *kept, *kept_tanhs, *kept_dp; /* scores and dP of all keys of a tile for the passes that follow; or NULL */
+    int64_t kept_first;                 /* the first of these keys; -1: there are none */
+    bool kept_hides[KEPT_BLOCKS];       /* parts.hides of their blocks */
+    bool has_dp[KEPT_BLOCKS];           /* whether dP has been formed, too */
     ahead next;
     key_tiles keys;                                      /* of the chunk */
     float *q_tiles, *dout_tiles, *weights_a, *weights_b; /* AMX, and pairs: rows of Q and dO, P and dS */
@@ -52,9 +72,12 @@ typedef struct backward_shared {
     float *dq;                  /* sums of dQ [slot][group·sq][d_pad], for 16-bit types and several chunks */
     _Atomic uint32_t *turn;     /* [unit][tile]: the chunk that may add to dQ */
     _Atomic uint32_t *done;     /* [unit]: chunks that are finished, where there are slots */
+    magnitudes *
+        sizes; /* [unit][chunk], with an equal share of the unit's queries each, where a task has one of several chunks */
     int64_t slots, tiles, chunks, chunk_k;
+    int64_t parts, part_k;   /* what of a unit is one task's: a chunk, or all of them */
     int64_t per_ticket;      /* pieces */
-    int64_t units, together; /* units whose chunks are worked on side by side: at least so many at a time */
+    int64_t units, together; /* units whose parts are worked on side by side: at least so many at a time */
 } backward_shared;
 
 static backward_shared carve_backward_shared(const attention_plan *plan, carver *w) {
@@ -64,10 +87,14 @@ static backward_shared carve_backward_shared(const attention_plan *plan, carver 
     backward_shared g = {.tiles = (rows + LANES - 1) / LANES,
                          .chunks = (a->sk + plan->chunk_k - 1) / plan->chunk_k,
                          .chunk_k = plan->chunk_k};
+    const bool all = g.chunks == 1 || joins_chunks(plan);
+    g.parts = all ? 1 : g.chunks;
+    g.part_k = all ? g.chunks * g.chunk_k : g.chunk_k;
     /* With many chunks the threads all fit into one unit, and waiting for its last ones costs little. */
     g.units = units;
-    g.together = g.chunks >= 8 * plan->threads ? 1 : plan->threads;
-    g.per_ticket = g.chunks == 1 ? units_together(units, plan->threads) : 1;
+    g.together = g.parts >= 8 * plan->threads ? 1 : plan->threads;
+    g.per_ticket = all ? units_together(units, plan->threads) : 1;
+    g.sizes = carve(w, all ? 0 : sizeof *g.sizes * (size_t)(units * g.chunks));
     g.slots = a->dtype == HEDDLE_F32 || a->features & HEDDLE_ACCUMULATE || g.chunks <= 1
                   ? 0
                   : min64(units, 2 * g.together - 1);
@@ -119,6 +146,7 @@ static void fold_sums(float **all, float **now, int64_t n, bool first) {
 static backward_space *carve_backward(const attention_plan *plan, carver *w) {
     const heddle_attention *a = &plan->a;
     int64_t pad_d = (a->d + VL - 1) / VL * VL, pad_dv = (a->dv + VL - 1) / VL * VL, tile = plan->tile_k * LANES;
+    const int64_t owned = joins_chunks(plan) ? a->sk : plan->chunk_k;
     bool widens = a->dtype != HEDDLE_F32;
     backward_space *p = carve(w, sizeof *p), f = {.lift = 1, .lower = 0.5f};
     f.qt = carve_floats(w, pad_d * LANES);   /* or, with few lanes, [lanes][d_pad] */
@@ -133,13 +161,14 @@ static backward_space *carve_backward(const attention_plan *plan, carver *w) {
     f.scratch = carve_floats(w, a->features & HEDDLE_WEIGHTS ? tile : 0);
     f.kept = keeps(plan) ? carve_floats(w, a->sk * LANES) : NULL;
     f.kept_tanhs = keeps(plan) && a->softcap > 0 ? carve_floats(w, a->sk * LANES) : NULL;
+    f.kept_dp = keeps(plan) ? carve_floats(w, a->sk * LANES) : NULL;
     f.k = carve_floats(w, widens ? plan->chunk_k * pad_d : 0);
     f.v = carve_floats(w, widens ? plan->chunk_k * pad_dv : 0);
-    f.dk = carve_floats(w, plan->chunk_k * pad_d);
-    f.dv = carve_floats(w, plan->chunk_k * pad_dv);
+    f.dk = carve_floats(w, owned * pad_d);
+    f.dv = carve_floats(w, owned * pad_dv);
     if (folds((int)a->dtype, a->h / a->hk * a->sq)) {
-        f.dk_all = carve_floats(w, plan->chunk_k * pad_d);
-        f.dv_all = carve_floats(w, plan->chunk_k * pad_dv);
+        f.dk_all = carve_floats(w, owned * pad_d);
+        f.dv_all = carve_floats(w, owned * pad_dv);
     }
     f.keys = carve_key_tiles(plan, plan->chunk_k, true, true, false, w);
     const bool tiled = f.keys.k_step > 0 || pairs_exist((int)a->dtype);
@@ -154,9 +183,9 @@ static backward_space *carve_backward(const attention_plan *plan, carver *w) {
 
 /* --------------------------------------------------------------------------------------- one tile of gradients */
 
-static void load_q(const call *c, const unit *u, backward_space *w, const backward_shared *g) {
+/* What of lse and D belongs to the lanes. */
+static void load_lse(const call *c, const unit *u, backward_space *w, const backward_shared *g) {
     const lanes *l = &w->l;
-    pack_q(c, u, l, w->qt);
     for (int64_t x = 0; x < l->stride; x++) {
         int64_t at = lse_offset(c, u, l->head[x], l->first + l->index[x]);
         w->base[x] = x < l->count ? g->base[at] : INFINITY; /* the padding gets P = 0 */
@@ -177,8 +206,14 @@ static float sink_weight(const call *c, const backward_space *w, int64_t x) {
     return (float)exp2(above - (double)w->rest[x] - (double)w->whole[x]);
 }
 
-static void load_tile(const call *c, const unit *u, backward_space *w, const backward_shared *g) {
-    load_q(c, u, w, g);
+static void load_q(const call *c, const unit *u, backward_space *w, const backward_shared *g) {
+    pack_q(c, u, &w->l, w->qt);
+    load_lse(c, u, w, g);
+}
+
+/* What a tile begins each chunk with. */
+static void load_terms(const call *c, const unit *u, backward_space *w, const backward_shared *g) {
+    load_lse(c, u, w, g);
     w->surveyed = w->measured = false;
     for (int64_t x = 0; x < w->l.stride; x++) {
         const int64_t at = lse_offset(c, u, w->l.head[x], w->l.first + w->l.index[x]);
@@ -187,6 +222,11 @@ static void load_tile(const call *c, const unit *u, backward_space *w, const bac
         w->dlse[x] = w->lift * dlse_of(c, u, &w->l, x);
         w->sink[x] = sink_weight(c, w, x);
     }
+}
+
+static void load_tile(const call *c, const unit *u, backward_space *w, const backward_shared *g) {
+    pack_q(c, u, &w->l, w->qt);
+    load_terms(c, u, w, g);
     if (c->t->dout && w->l.few)
         pack_few(c, u, &w->l, c->t->dout, c->a->do_stride, c->a->dv, w->lift, w->dot);
     else if (c->t->dout)
@@ -349,6 +389,11 @@ INLINE void weigh_scores(bool gradients, bool masked, int sums, float factor, in
     }
 }
 
+/* Which of the blocks that are kept has a key. A block ends with a chunk, so that they begin in different multiples of TILE_KEYS. */
+INLINE int64_t kept_block(const key_block *b, int64_t first) {
+    return b->first / TILE_KEYS - first / TILE_KEYS;
+}
+
 /* The scores of a block in s; those that have been kept, or formed anew. True as scores() is. */
 static bool known_scores(const call *c, const unit *u, const key_block *b, backward_space *w) {
     const lanes *l = &w->l;
@@ -358,7 +403,7 @@ static bool known_scores(const call *c, const unit *u, const key_block *b, backw
     const size_t bytes = sizeof(float) * (size_t)(b->count * l->stride);
     map_mask(c, u, l, b, &w->seen);
     find_parts(u, l, b, &w->seen);
-    w->seen.hides = w->kept_hides[key / TILE_KEYS];
+    w->seen.hides = w->kept_hides[kept_block(b, w->kept_first)];
     w->seen.divided = is_divided(c, u, l, b);
     memcpy(w->s, w->kept + key * l->stride, bytes);
     if (w->kept_tanhs)
@@ -370,7 +415,8 @@ static bool known_scores(const call *c, const unit *u, const key_block *b, backw
 static void keep_scores(const key_block *b, int64_t first, backward_space *w) {
     const int64_t key = b->first - first;
     const size_t bytes = sizeof(float) * (size_t)(b->count * w->l.stride);
-    w->kept_hides[key / TILE_KEYS] = w->seen.hides;
+    w->kept_hides[kept_block(b, first)] = w->seen.hides;
+    w->has_dp[kept_block(b, first)] = false;
     memcpy(w->kept + key * w->l.stride, w->s, bytes);
     if (w->kept_tanhs)
         memcpy(w->kept_tanhs + key * w->l.stride, w->tanhs, bytes);
@@ -441,6 +487,19 @@ static void weight_gradients(const call *c, const unit *u, const key_block *b, b
     float t[FEW_LANES * FEW_KEYS];
     few_dot(TYPE(c), v, b->count, l->count, w->dot, c->dv_pad, v, t);
     few_as_tile(l, t, b->count, w->dp);
+}
+
+static void known_weight_gradients(const call *c, const unit *u, const key_block *b, backward_space *w) {
+    const int64_t first = w->kept_first;
+    if (first >= 0 && w->has_dp[kept_block(b, first)])
+        memcpy(w->dp, w->kept_dp + (b->first - first) * w->l.stride, sizeof(float) * (size_t)(b->count * w->l.stride));
+    else
+        weight_gradients(c, u, b, w);
+}
+
+static void keep_weight_gradients(const key_block *b, int64_t first, backward_space *w) {
+    w->has_dp[kept_block(b, first)] = true;
+    memcpy(w->kept_dp + (b->first - first) * w->l.stride, w->dp, sizeof(float) * (size_t)(b->count * w->l.stride));
 }
 
 /* The same where dropout or the gradient of the weights have a part in dP. */
@@ -535,7 +594,7 @@ static void settle_rows(const call *c, const key_block *b, bool masked, backward
 static void score_gradients(const call *c, const unit *u, const key_block *b, bool masked, backward_space *w) {
     const lanes *l = &w->l;
     const bool settles = may_settle(c, b, w);
-    weight_gradients(c, u, b, w);
+    known_weight_gradients(c, u, b, w);
     if (c->drops || c->t->dweights)
         mixed_gradients(c, u, b, masked, w);
     else if (masked && settles)

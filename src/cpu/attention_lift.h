@@ -49,12 +49,14 @@ static float largest_of(int type, const void *p, int64_t stride, int64_t rows, i
                               : largest_as(HEDDLE_BF16, p, stride, rows, n);
 }
 
-/* Of all queries of a unit. */
-static float largest_query(const call *c, const unit *u, int type, const void *p, heddle_strides stride, int64_t n) {
+/* Of some queries of a unit. */
+static float largest_query(const call *c, const unit *u, int type, const void *p, heddle_strides stride, range queries,
+                           int64_t n) {
     float most = 0;
     for (int64_t x = 0; x < c->group; x++) {
-        const void *rows = element_at(p, row_offset(stride, u->n, u->first_head + x, u->s.first_q), type);
-        most = fmaxf(most, largest_of(type, rows, stride.s, u->s.sq, n));
+        const int64_t row = u->s.first_q + queries.begin;
+        const void *rows = element_at(p, row_offset(stride, u->n, u->first_head + x, row), type);
+        most = fmaxf(most, largest_of(type, rows, stride.s, queries.end - queries.begin, n));
     }
     return most;
 }
@@ -72,27 +74,46 @@ enum { MAY_LIFT = false };
 enum { MAY_LIFT = true };
 #endif
 
-/* What dO of a unit is multiplied with, where it meets so many keys from `first` on. */
-static float gradient_lift(const call *c, const unit *u, int64_t first, int64_t count) {
+/* The largest magnitudes of some queries and keys of a unit. */
+typedef struct magnitudes {
+    float q, k, v, dout, dlse;
+} magnitudes;
+
+static magnitudes magnitudes_of(const call *c, const unit *u, range queries, range keys) {
     const heddle_attention *a = c->a;
     const heddle_attention_data *t = c->t;
-    const bool few = c->group * u->s.sq <= FEW_LANES; /* whose time goes into reading keys */
-    if (!MAY_LIFT || few || !t->dout || t->dweights || fabs(a->scale) < 0x1p-40)
-        return 1;
-    const double rows = (double)(c->group * u->s.sq),
-                 dout = (double)largest_query(c, u, TYPE(c), t->dout, a->do_stride, a->dv),
-                 q = (double)largest_query(c, u, TYPE(c), t->q, a->q_stride, a->d),
-                 k = (double)largest_key(c, u, t->k, a->k_stride, first, count, a->d);
-    double v = (double)largest_key(c, u, t->v, a->v_stride, first, count, a->dv), dlse = 0;
+    const int64_t count = max64(0, keys.end - keys.begin);
+    magnitudes m = {.q = largest_query(c, u, TYPE(c), t->q, a->q_stride, queries, a->d),
+                    .k = largest_key(c, u, t->k, a->k_stride, keys.begin, count, a->d),
+                    .v = largest_key(c, u, t->v, a->v_stride, keys.begin, count, a->dv),
+                    .dout = largest_query(c, u, TYPE(c), t->dout, a->do_stride, queries, a->dv)};
     if (c->adds) /* o is of other keys, too, and D of o */
-        v = fmax(v, (double)largest_query(c, u, HEDDLE_F32, t->o, a->o_stride, a->dv));
-    for (int64_t x = 0; x < c->group && t->dlse; x++)
-        dlse =
-            fmax(dlse, (double)largest_of(HEDDLE_F32, (const float *)t->dlse + lse_offset(c, u, u->first_head + x, 0),
-                                          0, 1, u->s.sq));
+        m.v = fmaxf(m.v, largest_query(c, u, HEDDLE_F32, t->o, a->o_stride, queries, a->dv));
+    for (int64_t x = 0; x < c->group && t->dlse; x++) {
+        const float *dlse = (const float *)t->dlse + lse_offset(c, u, u->first_head + x, queries.begin);
+        m.dlse = fmaxf(m.dlse, largest_of(HEDDLE_F32, dlse, 0, 1, queries.end - queries.begin));
+    }
+    return m;
+}
+
+static magnitudes larger_magnitudes(magnitudes x, magnitudes y) {
+    return (magnitudes){fmaxf(x.q, y.q), fmaxf(x.k, y.k), fmaxf(x.v, y.v), fmaxf(x.dout, y.dout),
+                        fmaxf(x.dlse, y.dlse)};
+}
+
+/* Whether dO is multiplied at all. */
+static bool may_lift_gradients(const call *c, const unit *u) {
+    const bool few = c->group * u->s.sq <= FEW_LANES; /* whose time goes into reading keys */
+    return MAY_LIFT && !few && c->t->dout && !c->t->dweights && fabs(c->a->scale) >= 0x1p-40;
+}
+
+/* What dO of a unit is multiplied with, whose queries and keys have these magnitudes. */
+static float gradient_lift(const call *c, const unit *u, const magnitudes *m) {
+    const double ds_of_dp = 1 + 2 * (double)c->a->dv * (double)m->v * (double)(c->drops ? c->keep_factor : 1),
+                 rows = (double)(c->group * u->s.sq);
     /* dP and D, hence dS; its products with K, and with Q and dO for all rows; sums over a tile's or a row's weights are no larger */
-    const double ds = dlse + dout * (1 + 2 * (double)a->dv * v * (double)(c->drops ? c->keep_factor : 1)),
-                 most = ds * fmax(fmax(k, 1), rows * fmax(q, 1));
+    const double ds = (double)m->dlse + (double)m->dout * ds_of_dp,
+                 most = ds * fmax(fmax((double)m->k, 1), rows * fmax((double)m->q, 1));
     if (!(most < INFINITY))
         return 1;
     return ldexpf(1, (int)clamp64(124 - ilogb(fmax(most, 0x1p-120)), -1, MOST_LIFT));

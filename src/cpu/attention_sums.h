@@ -80,6 +80,7 @@ static void dbias_task(const call *c, dbias_shape shape, int64_t task, backward_
     const size_t bytes = sizeof(float) * (size_t)(c->tile_k * LANES);
     memset(acc, 0, bytes);
     w->lift = 1;
+    w->kept_first = -1;
     for (int64_t i0 = 0; i0 < a->sq; i0 += LANES) {
         int64_t count = min64(LANES, a->sq - i0);
         for (int64_t n = n0; n < n1; n++)
@@ -118,9 +119,9 @@ static void attention_backward(const attention_plan *plan, const heddle_attentio
     const size_t each = (plan->workspace - shared.used) / (size_t)plan->threads;
     const int64_t units = a->b * a->hk;
     const dbias_shape shape = shape_of_dbias(&c);
-    const bool at_once = g.chunks == 1;
-    const int64_t pieces = units * g.chunks;
-    ticket prepare = {0}, main = {0}, sinks = {0}, bias = {0}, bounds = {0}, tiles_seen = {0};
+    const bool at_once = g.parts == 1;
+    const int64_t pieces = units * g.parts;
+    ticket sizes = {0}, prepare = {0}, main = {0}, sinks = {0}, bias = {0}, bounds = {0}, tiles_seen = {0};
     for (int64_t x = 0; x < units; x++)
         atomic_init(&g.done[x], 0);
     for (int64_t x = 0; x < units * g.tiles; x++)
@@ -133,8 +134,14 @@ static void attention_backward(const attention_plan *plan, const heddle_attentio
         begin_attention();
         find_segments(&c, &bounds, &tiles_seen);
         if (!at_once) {
+            for (int64_t task; (task = take_ticket(&sizes)) < pieces;) {
+                const unit u = make_unit(&c, task / g.chunks);
+                size_task(&c, &u, task / g.chunks, task % g.chunks, &g);
+            }
+#pragma omp barrier
             for (int64_t task; (task = take_ticket(&prepare)) < units * max64(1, g.tiles);) {
                 const unit u = make_unit(&c, task / max64(1, g.tiles));
+                set_lift(&c, &u, task / max64(1, g.tiles), space, &g);
                 prepare_task(&c, &u, task % max64(1, g.tiles), space, &g);
                 if (task % max64(1, g.tiles) == 0)
                     backward_unused_rows(&c, &u);
@@ -147,8 +154,8 @@ static void attention_backward(const attention_plan *plan, const heddle_attentio
                 const unit u = make_unit(&c, now.unit);
                 if (at_once)
                     backward_unused_rows(&c, &u);
-                if (at_once || now.chunk * plan->chunk_k < u.s.sk)
-                    backward_task(&c, &u, now, plan->chunk_k, space, &g);
+                if (at_once || now.part * g.part_k < u.s.sk)
+                    backward_task(&c, &u, now, space, &g);
                 if (g.slots)
                     atomic_fetch_add_explicit(&g.done[now.unit], 1, memory_order_release);
             }
