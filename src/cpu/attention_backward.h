@@ -70,12 +70,25 @@ INLINE int64_t block_keys(const call *c, const backward_shared *g, int64_t j, ra
     return min64(c->tile_k, min64(keys.end, (j / g->chunk_k + 1) * g->chunk_k) - j);
 }
 
+/* add_row_sums() of a block's scores, which stay as they are where they are kept. */
+static void add_mixed_sums(const call *c, const unit *u, const key_block *b, bool whole, backward_space *w) {
+    if (w->s != w->block_s)
+        memcpy(w->block_s, w->s, sizeof(float) * (size_t)(b->count * w->l.stride));
+    w->s = w->block_s;
+    weigh_scores(false, false, NO_SUMS, c->factor, b->count, w);
+    if (whole && c->drops)
+        dropout_factors(c, u, &w->l, b, w->z);
+    if (c->t->dweights)
+        pack_dweights(c, u, b, w);
+    add_row_sums(c, b, !whole, w);
+}
+
 /* D gets sum over all keys of P∘dweights, the scores once more; with `whole` it becomes that of P∘(Z∘dP + dweights), and lse what makes P
  * sum to 1. */
 static void add_key_sums(const call *c, const unit *u, bool whole, backward_space *w, const backward_shared *g) {
     const lanes *l = &w->l;
     const range keys = l->keys;
-    const bool keep = w->kept && w->kept_first < 0;
+    const bool mixes = !whole || c->drops || c->t->dweights;
     double of_p[LANES] = {0}, of_ds[LANES] = {0};
     load_tile(c, u, w, g);
     for (int64_t j = keys.begin, n; j < keys.end; j += n) {
@@ -83,27 +96,26 @@ static void add_key_sums(const call *c, const unit *u, bool whole, backward_spac
         if (!sees_some(c, u, l, j, n))
             continue;
         const key_block b = load_key_block(c, u, w, j, n, whole);
-        known_scores(c, u, &b, w);
-        if (keep)
-            keep_scores(&b, keys.begin, w);
+        if (w->has_kept)
+            known_scores(c, u, &b, w);
+        else
+            new_scores(c, u, &b, w->kept != NULL, w);
         if (weighs_nothing(c, &b, w))
             continue;
-        weigh_scores(false, false, NO_SUMS, c->factor, b.count, w);
         if (whole)
             weight_gradients(c, u, &b, w);
         if (whole && w->kept)
-            keep_weight_gradients(&b, keys.begin, w);
-        if (whole && c->drops)
-            dropout_factors(c, u, l, &b, w->z);
-        if (c->t->dweights)
-            pack_dweights(c, u, &b, w);
-        add_row_sums(c, &b, !whole, w);
+            w->has_dp[kept_block(&b, w)] = true;
+        if (mixes)
+            add_mixed_sums(c, u, &b, whole, w);
+        else
+            sum_weights(true, SUMS_OF_BOTH, c->factor, b.count, w);
         for (int64_t x = 0; x < l->stride; x++) {
             of_p[x] += (double)w->sum_p[x];
             of_ds[x] += (double)w->sum_ds[x];
         }
     }
-    w->kept_first = w->kept ? keys.begin : -1;
+    w->has_kept = w->kept != NULL;
     for (int64_t x = 0; x < l->stride; x++) {
         w->sum_p[x] = (float)of_p[x];
         w->sum_ds[x] = (float)of_ds[x];
@@ -201,13 +213,11 @@ static void renew_lse(const call *c, const unit *u, range keys, backward_space *
         if (!sees_some(c, u, l, j, n))
             continue;
         const key_block b = load_key_block(c, u, w, j, n, false);
-        scores(c, u, l, &b, w->qt, &w->seen, w->s, w->kept_tanhs ? w->tanhs : NULL, &w->next);
-        if (w->kept)
-            keep_scores(&b, keys.begin, w);
+        new_scores(c, u, &b, w->kept != NULL, w);
         if (weighs_nothing(c, &b, w))
             continue;
         raise_bases(c, &b, top, rest, w);
-        weigh_scores(false, false, SUM_OF_P, c->factor, b.count, w);
+        sum_weights(false, SUM_OF_P, c->factor, b.count, w);
         for (int64_t x = 0; x < l->stride; x++)
             sum[x] += (double)w->sum_p[x];
     }
@@ -218,20 +228,25 @@ static void renew_lse(const call *c, const unit *u, range keys, backward_space *
         if (fabsf(lse) < INFINITY && fabs(1 - sum[x]) <= fabs((double)lse) * 0x1p-23 + 0x1p-20)
             set_lse(g, at, w->base[x], rest[x] + log2(sum[x]));
     }
-    w->kept_first = w->kept ? keys.begin : -1;
+    w->has_kept = w->kept != NULL;
 }
 
-/* The maximum of a vector of rows grows by so many scores, and the sum of exponents from it. */
-static void add_exponents(const call *c, const float *s, int64_t stride, int64_t count, float *top, float *sum) {
-    const vf before = load(top);
-    vf most = before, all = splat(0);
-    for (int64_t y = 0; y < count; y++)
-        most = vmax(most, load(s + y * stride));
-    const vf base = select_float(most == -INFINITY, splat(0), most);
-    for (int64_t y = 0; y < count; y++)
-        all += vexp2_times(c->factor, load(s + y * stride) - base);
-    store(sum, load(sum) * vexp2_times(c->factor, before - base) + all);
-    store(top, most);
+/* The maximum of each row grows by a block's scores, and the sum of exponents from it. */
+static void add_exponents(const call *c, int64_t count, float *top, float *sum, backward_space *w) {
+    const int64_t stride = w->l.stride;
+    for (int64_t x = 0; x < stride; x += VL) {
+        const vf before = load(top + x);
+        vf most = before;
+        for (int64_t y = 0; y < count; y++)
+            most = vmax(most, load(w->s + y * stride + x));
+        const vf base = select_float(most == -INFINITY, splat(0), most);
+        store(top + x, most);
+        store(w->base + x, base);
+        store(sum + x, load(sum + x) * vexp2_times(c->factor, before - base));
+    }
+    sum_weights(false, SUM_OF_P, c->factor, count, w);
+    for (int64_t x = 0; x < stride; x += VL)
+        store(sum + x, load(sum + x) + load(w->sum_p + x));
 }
 
 /* The softmax sums of a tile anew, for scores so large that a float32 lse is too coarse for P = exp(S - lse): the maximum is
@@ -239,30 +254,29 @@ static void add_exponents(const call *c, const float *s, int64_t stride, int64_t
 static void refine_lse(const call *c, const unit *u, backward_space *w, const backward_shared *g) {
     const lanes *l = &w->l;
     range keys = l->keys;
-    float sum[LANES] = {0};
+    float sum[LANES] = {0}, top[LANES];
     load_q(c, u, w, g);
-    for (int64_t x = 0; x < LANES; x++)
-        w->base[x] = -INFINITY;
+    for (int64_t x = 0; x < LANES; x++) {
+        top[x] = -INFINITY;
+        w->rest[x] = w->whole[x] = 0;
+    }
     for (int64_t j = keys.begin, n; j < keys.end; j += n) {
         n = block_keys(c, g, j, keys);
         if (!sees_some(c, u, l, j, n))
             continue;
         const key_block b = load_key_block(c, u, w, j, n, false);
-        scores(c, u, l, &b, w->qt, &w->seen, w->s, w->kept_tanhs ? w->tanhs : NULL, &w->next);
-        if (w->kept)
-            keep_scores(&b, keys.begin, w);
-        for (int64_t x = 0; x < l->stride; x += VL)
-            add_exponents(c, w->s + x, l->stride, b.count, w->base + x, sum + x);
+        new_scores(c, u, &b, w->kept != NULL, w);
+        add_exponents(c, b.count, top, sum, w);
     }
     for (int64_t x = 0; x < l->count; x++) {
         int64_t at = lse_offset(c, u, l->head[x], l->first + l->index[x]);
-        float base = w->base[x], lse = ((const float *)c->t->lse)[at];
+        float base = top[x], lse = ((const float *)c->t->lse)[at];
         double rest = log2((double)sum[x]);
         if (c->a->features & HEDDLE_SINKS) {
             const float sink = ((const float *)c->t->sinks)[l->head[x]];
             if (sink_above(c, sink, base) > 0) { /* the largest of all */
                 base = (float)(sink / c->unit);
-                rest += ((double)w->base[x] - base) * c->factor;
+                rest += ((double)top[x] - base) * c->factor;
             }
             const double other = sink_above(c, sink, base);
             rest = fmax(rest, other) + log2(1 + exp2(-fabs(rest - other)));
@@ -270,14 +284,14 @@ static void refine_lse(const call *c, const unit *u, backward_space *w, const ba
         if (fabsf(natural_lse(c, base, rest) - lse) <= fabsf(lse) * 0x1p-20f)
             set_lse(g, at, base, rest);
     }
-    w->kept_first = w->kept ? keys.begin : -1;
+    w->has_kept = w->kept != NULL;
 }
 
 /* `lift` of the space is the unit's. */
 static void prepare_task(const call *c, const unit *u, int64_t tile, backward_space *w, const backward_shared *g) {
     const heddle_attention *a = c->a;
     int64_t rows = c->group * u->s.sq;
-    w->kept_first = -1;
+    w->has_kept = false;
     if (tile * LANES >= rows)
         return;
     make_lanes(c, u, -1, tile * LANES, min64(LANES, rows - tile * LANES), &w->l);
@@ -634,7 +648,7 @@ static void backward_task(const call *c, const unit *u, piece now, backward_spac
     /* Downwards: the chunks of a causal mask all begin at the last queries and follow each other closely. */
     for (int64_t tile = tiles - 1; tile >= 0; tile--) {
         bool loaded = false;
-        w->kept_first = -1;
+        w->has_kept = false;
         if (w->kept)
             prepare_task(c, u, tile, w, g);
         make_lanes(c, u, -1, tile * LANES, min64(LANES, rows - tile * LANES), &w->l);

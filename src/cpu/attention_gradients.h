@@ -38,9 +38,10 @@ static bool keeps(const attention_plan *plan) {
 
 typedef struct backward_space {
     lanes l;
-    float *qt, *dot, *q, *dout; /* Qᵀ, dOᵀ [..][lanes]; Q, dO [lanes][..] */
-    float *dqt;                 /* [d][lanes] */
-    float *s, *dp, *tanhs, *z, *scratch;
+    float *qt, *dot, *q, *dout;          /* Qᵀ, dOᵀ [..][lanes]; Q, dO [lanes][..] */
+    float *dqt;                          /* [d][lanes] */
+    float *s, *dp, *tanhs, *z, *scratch; /* of the block at hand, by place_block(); Z; dweights */
+    float *block_s, *block_dp, *block_tanhs;
     float *k, *v;                                 /* [chunk][..] */
     float *dk, *dv;                               /* of all keys of a task */
     float *dk_all, *dv_all;                       /* sums of what dk and dv have been (folds), or NULL */
@@ -56,8 +57,8 @@ typedef struct backward_space {
     bool measured; /* measures() */
     bool fresh;    /* dk and dv hold nothing yet, and nothing is masked */
     parts seen;
-    float *kept, *kept_tanhs, *kept_dp; /* scores and dP of all keys of a tile for the passes that follow; or NULL */
-    int64_t kept_first;                 /* the first of these keys; -1: there are none */
+    float *kept, *kept_tanhs, *kept_dp; /* S, tanh and dP of all keys of a tile for the passes that follow; or NULL */
+    bool has_kept;                      /* whether they are there */
     bool kept_hides[KEPT_BLOCKS];       /* parts.hides of their blocks */
     bool has_dp[KEPT_BLOCKS];           /* whether dP has been formed, too */
     ahead next;
@@ -154,9 +155,9 @@ static backward_space *carve_backward(const attention_plan *plan, carver *w) {
     f.q = carve_floats(w, LANES * pad_d);
     f.dout = carve_floats(w, LANES * pad_dv);
     f.dqt = carve_floats(w, pad_d * LANES);
-    f.s = carve_floats(w, tile);
-    f.dp = carve_floats(w, tile);
-    f.tanhs = carve_floats(w, a->softcap > 0 ? tile : 0);
+    f.block_s = carve_floats(w, tile);
+    f.block_dp = carve_floats(w, tile);
+    f.block_tanhs = carve_floats(w, a->softcap > 0 ? tile : 0);
     f.z = carve_floats(w, a->dropout > 0 ? tile : 0);
     f.scratch = carve_floats(w, a->features & HEDDLE_WEIGHTS ? tile : 0);
     f.kept = keeps(plan) ? carve_floats(w, a->sk * LANES) : NULL;
@@ -318,10 +319,10 @@ typedef struct row_terms {
     exponent_rest less[TILE_VECTORS];
 } row_terms;
 
-/* s = 2·P, and with `gradients` dp = 2·dS = 2·P∘(dP - D), with exact zeros where masked; they are added to the sums that are wanted. `rows`
- * rows of `vectors` vectors. */
-INLINE void gradients_of(int rows, int vectors, bool gradients, bool masked, int sums, float factor, const row_terms *r,
-                         float *s, float *dp, vf *sum_p, vf *sum_ds) {
+/* s = 2·P, and with `gradients` dp = 2·dS = 2·P∘(dP - D), with exact zeros where masked, which it `stores`; they are added to the sums that
+ * are wanted. `rows` rows of `vectors` vectors. */
+INLINE void gradients_of(int rows, int vectors, bool gradients, bool masked, bool stores, int sums, float factor,
+                         const row_terms *r, float *s, float *dp, vf *sum_p, vf *sum_ds) {
     vf e[EXP2_MOST];
 #pragma GCC unroll 8
     for (int x = 0; x < rows * vectors; x++)
@@ -329,21 +330,23 @@ INLINE void gradients_of(int rows, int vectors, bool gradients, bool masked, int
     vexp2_twice(rows * vectors, factor, vectors, r->less, e);
 #pragma GCC unroll 8
     for (int x = 0; x < rows * vectors; x++) {
-        store(s + x * VL, e[x]);
+        if (stores)
+            store(s + x * VL, e[x]);
         if (sums >= SUM_OF_P)
             sum_p[x % vectors] += e[x];
         if (!gradients)
             continue;
         vf ds = e[x] * (load(dp + x * VL) - r->dsum[x % vectors]);
         ds = masked ? select_float(e[x] == 0, splat(0), ds) : ds;
-        store(dp + x * VL, ds);
+        if (stores)
+            store(dp + x * VL, ds);
         if (sums == SUMS_OF_BOTH)
             sum_ds[x % vectors] += ds;
     }
 }
 
-INLINE void all_gradients_of(int vectors, bool gradients, bool masked, int sums, float factor, int64_t count,
-                             backward_space *w) {
+INLINE void all_gradients_of(int vectors, bool gradients, bool masked, bool stores, int sums, float factor,
+                             int64_t count, backward_space *w) {
     const int rows = ROWS_AT_ONCE(vectors);
     const int64_t stride = vectors * VL;
     vf sum_p[TILE_VECTORS], low_p[TILE_VECTORS], sum_ds[TILE_VECTORS];
@@ -362,11 +365,11 @@ INLINE void all_gradients_of(int vectors, bool gradients, bool masked, int sums,
             some_p[v] = some_ds[v] = splat(0);
         int64_t j = begin;
         for (; j + rows <= end; j += rows)
-            gradients_of(rows, vectors, gradients, masked, sums, factor, &r, w->s + j * stride, w->dp + j * stride,
-                         some_p, some_ds);
+            gradients_of(rows, vectors, gradients, masked, stores, sums, factor, &r, w->s + j * stride,
+                         w->dp + j * stride, some_p, some_ds);
         for (; j < end; j++)
-            gradients_of(1, vectors, gradients, masked, sums, factor, &r, w->s + j * stride, w->dp + j * stride, some_p,
-                         some_ds);
+            gradients_of(1, vectors, gradients, masked, stores, sums, factor, &r, w->s + j * stride, w->dp + j * stride,
+                         some_p, some_ds);
         for (int v = 0; v < vectors && sums; v++) {
             add_chain(some_p[v], &sum_p[v], &low_p[v]);
             sum_ds[v] += some_ds[v];
@@ -378,48 +381,60 @@ INLINE void all_gradients_of(int vectors, bool gradients, bool masked, int sums,
     }
 }
 
-INLINE void weigh_scores(bool gradients, bool masked, int sums, float factor, int64_t count, backward_space *w) {
+INLINE void weigh(bool gradients, bool masked, bool stores, int sums, float factor, int64_t count, backward_space *w) {
     switch (w->l.vectors) {
-    case 1: all_gradients_of(1, gradients, masked, sums, factor, count, w); break;
-    case 2: all_gradients_of(2, gradients, masked, sums, factor, count, w); break;
-    case 3: all_gradients_of(3, gradients, masked, sums, factor, count, w); break;
+    case 1: all_gradients_of(1, gradients, masked, stores, sums, factor, count, w); break;
+    case 2: all_gradients_of(2, gradients, masked, stores, sums, factor, count, w); break;
+    case 3: all_gradients_of(3, gradients, masked, stores, sums, factor, count, w); break;
 #if TILE_VECTORS > 3
-    default: all_gradients_of(4, gradients, masked, sums, factor, count, w); break;
+    default: all_gradients_of(4, gradients, masked, stores, sums, factor, count, w); break;
 #endif
     }
 }
 
-/* Which of the blocks that are kept has a key. A block ends with a chunk, so that they begin in different multiples of TILE_KEYS. */
-INLINE int64_t kept_block(const key_block *b, int64_t first) {
-    return b->first / TILE_KEYS - first / TILE_KEYS;
+INLINE void weigh_scores(bool gradients, bool masked, int sums, float factor, int64_t count, backward_space *w) {
+    weigh(gradients, masked, true, sums, factor, count, w);
 }
 
-/* The scores of a block in s; those that have been kept, or formed anew. True as scores() is. */
+/* The sums alone: S and dP stay. */
+INLINE void sum_weights(bool gradients, int sums, float factor, int64_t count, backward_space *w) {
+    weigh(gradients, true, false, sums, factor, count, w);
+}
+
+/* Where S, tanh and dP of a block are: in what is kept of the tile, if `keep`. */
+static void place_block(const key_block *b, bool keep, backward_space *w) {
+    const int64_t at = (b->first - w->l.keys.begin) * w->l.stride;
+    w->s = keep ? w->kept + at : w->block_s;
+    w->dp = keep ? w->kept_dp + at : w->block_dp;
+    w->tanhs = keep && w->kept_tanhs ? w->kept_tanhs + at : w->block_tanhs;
+}
+
+/* Which of the blocks that are kept a block is. It ends with a chunk, so that they begin in different multiples of TILE_KEYS. */
+INLINE int64_t kept_block(const key_block *b, const backward_space *w) {
+    return b->first / TILE_KEYS - w->l.keys.begin / TILE_KEYS;
+}
+
+/* S of a block, and its tanh where uncap() wants it, formed anew; they are kept where there is room. True as scores() is. */
+static bool new_scores(const call *c, const unit *u, const key_block *b, bool keep, backward_space *w) {
+    place_block(b, keep, w);
+    const bool masked = scores(c, u, &w->l, b, w->qt, &w->seen, w->s, w->tanhs, &w->next);
+    if (keep) {
+        w->kept_hides[kept_block(b, w)] = w->seen.hides;
+        w->has_dp[kept_block(b, w)] = false;
+    }
+    return masked;
+}
+
+/* The same, of what has been kept where that is so. It may be overwritten. */
 static bool known_scores(const call *c, const unit *u, const key_block *b, backward_space *w) {
-    const lanes *l = &w->l;
-    if (w->kept_first < 0)
-        return scores(c, u, l, b, w->qt, &w->seen, w->s, w->tanhs, &w->next);
-    const int64_t key = b->first - w->kept_first;
-    const size_t bytes = sizeof(float) * (size_t)(b->count * l->stride);
-    map_mask(c, u, l, b, &w->seen);
-    find_parts(u, l, b, &w->seen);
-    w->seen.hides = w->kept_hides[kept_block(b, w->kept_first)];
-    w->seen.divided = is_divided(c, u, l, b);
-    memcpy(w->s, w->kept + key * l->stride, bytes);
-    if (w->kept_tanhs)
-        memcpy(w->tanhs, w->kept_tanhs + key * l->stride, bytes);
+    if (!w->has_kept)
+        return new_scores(c, u, b, false, w);
+    place_block(b, true, w);
+    map_mask(c, u, &w->l, b, &w->seen);
+    find_parts(u, &w->l, b, &w->seen);
+    w->seen.hides = w->kept_hides[kept_block(b, w)];
+    w->seen.divided = is_divided(c, u, &w->l, b);
     return hides_some(c, &w->seen);
-}
-
-/* Keeps the scores of a block. */
-static void keep_scores(const key_block *b, int64_t first, backward_space *w) {
-    const int64_t key = b->first - first;
-    const size_t bytes = sizeof(float) * (size_t)(b->count * w->l.stride);
-    w->kept_hides[kept_block(b, first)] = w->seen.hides;
-    w->has_dp[kept_block(b, first)] = false;
-    memcpy(w->kept + key * w->l.stride, w->s, bytes);
-    if (w->kept_tanhs)
-        memcpy(w->kept_tanhs + key * w->l.stride, w->tanhs, bytes);
 }
 
 /* Whether P of all of a block's scores is exactly 0, as weigh_scores() would make it: far behind ALiBi's slopes, and where a row is sharp.
@@ -490,16 +505,8 @@ static void weight_gradients(const call *c, const unit *u, const key_block *b, b
 }
 
 static void known_weight_gradients(const call *c, const unit *u, const key_block *b, backward_space *w) {
-    const int64_t first = w->kept_first;
-    if (first >= 0 && w->has_dp[kept_block(b, first)])
-        memcpy(w->dp, w->kept_dp + (b->first - first) * w->l.stride, sizeof(float) * (size_t)(b->count * w->l.stride));
-    else
+    if (!w->has_kept || !w->has_dp[kept_block(b, w)])
         weight_gradients(c, u, b, w);
-}
-
-static void keep_weight_gradients(const key_block *b, int64_t first, backward_space *w) {
-    w->has_dp[kept_block(b, first)] = true;
-    memcpy(w->kept_dp + (b->first - first) * w->l.stride, w->dp, sizeof(float) * (size_t)(b->count * w->l.stride));
 }
 
 /* The same where dropout or the gradient of the weights have a part in dP. */

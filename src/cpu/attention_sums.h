@@ -49,7 +49,7 @@ static void add_dbias_tile(const call *c, const unit *u, int64_t head, int64_t i
         return;
     load_tile(c, u, w, g);
     const key_block b = load_key_block(c, u, w, begin, end - begin, true);
-    const bool masked = scores(c, u, &w->l, &b, w->qt, &w->seen, w->s, w->tanhs, &w->next);
+    const bool masked = new_scores(c, u, &b, false, w);
     score_gradients(c, u, &b, masked, w);
     for (int64_t j = 0; j < b.count; j++)
         for (int64_t x = 0; x < w->l.stride; x += VL) {
@@ -80,7 +80,7 @@ static void dbias_task(const call *c, dbias_shape shape, int64_t task, backward_
     const size_t bytes = sizeof(float) * (size_t)(c->tile_k * LANES);
     memset(acc, 0, bytes);
     w->lift = 1;
-    w->kept_first = -1;
+    w->has_kept = false;
     for (int64_t i0 = 0; i0 < a->sq; i0 += LANES) {
         int64_t count = min64(LANES, a->sq - i0);
         for (int64_t n = n0; n < n1; n++)
