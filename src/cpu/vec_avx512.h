@@ -3,6 +3,7 @@
 #include <immintrin.h>
 
 #define HAVE_VMAX
+#define HAVE_BF16_CONVERT
 #define HAVE_F16_CONVERT
 #define HAVE_LONG_PRODUCT
 #define HAVE_PARTIAL
@@ -22,6 +23,18 @@ INLINE uint32_t byte_bits(const uint8_t *p) {
 
 INLINE vl long_product(vl a, uint32_t b) {
     return (vl)_mm512_mul_epu32((__m512i)a, _mm512_set1_epi32((int)b));
+}
+
+/* gcc 12 makes four instructions of __builtin_convertvector() here, by halves. */
+INLINE vf bf16_widen(vh h) {
+    return (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)h), 16);
+}
+
+INLINE vh bf16_narrow(vf x) {
+    const vu u = (vu)x, rounded = u + 0x7fffu + (u >> 16 & 1), quiet = u | 0x400000;
+    const __mmask16 nan = _mm512_cmpunord_ps_mask((__m512)x, (__m512)x);
+    const __m512i r = _mm512_mask_blend_epi32(nan, (__m512i)rounded, (__m512i)quiet);
+    return (vh)_mm512_cvtepi32_epi16(_mm512_srli_epi32(r, 16));
 }
 
 INLINE vf f16_widen(vh h) {
