@@ -515,8 +515,8 @@ static piece piece_of(const backward_shared *g, int64_t at) {
     return (piece){at, first + x % count, x / count};
 }
 
-/* Asks for what is needed next: rows of dq that this tile will write, q and dO of the next tile, and of what the next task begins with
- * a share for each tile: its keys, and what prepare_task() reads where that is a part of it. */
+/* Asks for what is needed next: rows of dq that this tile will write, q, dO, a bias and a mask of the next tile, and of what the next task
+ * begins with a share for each tile: its keys, and what prepare_task() reads where that is a part of it. */
 static void backward_ahead(const call *c, const unit *u, piece now, int64_t tile, int64_t tiles, int64_t keys,
                            backward_space *w, const backward_shared *g) {
     const heddle_attention *a = c->a;
@@ -546,6 +546,7 @@ static void backward_ahead(const call *c, const unit *u, piece now, int64_t tile
     if (tile > 0) {
         ahead_queries(c, u, c->t->q, a->q_stride, a->d, f0 - LANES, f0, steps, p);
         ahead_queries(c, u, c->t->dout, a->do_stride, a->dv, f0 - LANES, f0, steps, p);
+        ahead_options(c, u, f0 - LANES, f0, (range){now.part * g->part_k, (now.part + 1) * g->part_k}, steps, p);
     }
     ahead_queries(c, u, c->t->dq, a->dq_stride, a->d, f0, min64(rows, f0 + LANES), steps, p);
 }

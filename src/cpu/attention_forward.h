@@ -208,14 +208,38 @@ static void ahead_queries(const call *c, const unit *u, const void *p, heddle_st
                   stride.s * size, n * size, min64(u->s.sq, i1) - i0, steps);
 }
 
+/* Of a tensor of scores with elements of `size` bytes what rows f0 .. f1-1 of the unit's group read with the first block of the keys that
+ * they see of these. */
+static void ahead_scores(const call *c, const unit *u, const void *p, heddle_strides stride, int64_t size, int64_t f0,
+                         int64_t f1, range keys, int64_t steps, ahead *a) {
+    const int64_t i0 = f0 / c->group, i1 = min64(u->s.sq, (f1 + c->group - 1) / c->group);
+    if (i0 >= i1)
+        return;
+    const range seen = keys_of_queries(u->m, i0, i1, u->s.sk);
+    const int64_t first = max64(seen.begin, keys.begin), end = min64(seen.end, keys.end);
+    const int64_t rows = stride.s ? i1 - i0 : 1, heads = stride.h ? c->group : 1;
+    for (int64_t x = 0; first < end && x < heads; x++)
+        ahead_add(a, (const char *)p + (row_offset(stride, u->n, u->first_head + x, i0) + first) * size,
+                  stride.s * size, min64(c->tile_k, end - first) * size, rows, steps);
+}
+
+/* That of a bias and of a mask; while they are read they ask for what the next block wants. */
+static void ahead_options(const call *c, const unit *u, int64_t f0, int64_t f1, range keys, int64_t steps, ahead *p) {
+    const heddle_attention *a = c->a;
+    if (a->features & HEDDLE_BIAS)
+        ahead_scores(c, u, c->t->bias, a->bias_stride, element_size(TYPE(c)), f0, f1, keys, steps, p);
+    if (a->features & HEDDLE_BOOL_MASK)
+        ahead_scores(c, u, c->t->bool_mask, a->bool_mask_stride, 1, f0, f1, keys, steps, p);
+}
+
 /* Whether a thread takes all tasks of a unit: where units are many, so that K and V come to one core and not to each. It changes no
  * result. */
 static bool takes_units(const heddle_attention *a, int64_t threads) {
     return threads > 1 && a->b * a->hk >= 32 * threads;
 }
 
-/* Asks for what is needed next: the rows of o that this task will write, those of q of the task that this thread will probably take
- * next, and its share of the keys of the unit that it, or all threads, will take next. */
+/* Asks for what is needed next: the rows of o that this task will write, those of q, a bias and a mask of the task that this thread will
+ * probably take next, and its share of the keys of the unit that it, or all threads, will take next. */
 static void forward_ahead(const call *c, const attention_plan *plan, const unit *u, int64_t task, int64_t per_unit,
                           int64_t f0, int64_t f1, forward_space *w) {
     const heddle_attention *a = c->a;
@@ -239,6 +263,7 @@ static void forward_ahead(const call *c, const attention_plan *plan, const unit 
             const int64_t keys = min64(other.s.sk, 2 * c->tile_k), first = keys * share / shares;
             ahead_keys(c, &other, first, keys * (share + 1) / shares - first, steps, &w->next);
         }
+        ahead_options(c, &v, g0, g0 + plan->tile_q, (range){0, v.s.sk}, steps, &w->next);
     }
     ahead_queries(c, u, c->t->o, a->o_stride, a->dv, f0, f1, steps, &w->next);
 }
