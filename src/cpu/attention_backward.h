@@ -1,10 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0
  * Attention backward (Dao 2023, algorithm 2), the same bits for any number of threads.
  *
+ *   sizes     the largest magnitudes of a unit, a share with each chunk, for what its gradients are lifted by (attention_lift.h)
  *   prepare   D = rowsum(dO∘O) - dlse (+ rowsum(P∘dweights)), which main improves upon in rows whose weight lies in one block
  *             (settle_rows), or rowsum(P∘(dP + dweights)) - dlse where that would not do (surveys); dq = 0 where a tile sees
- *             nothing; with one chunk a unit a part of main, so that dO is still near
- *   main      a task owns a chunk of the keys of one unit: dK and dV of the chunk stay with it while it walks over the queries.
+ *             nothing
+ *   main      a task owns a chunk of the keys of one unit, or all of them (joins_chunks), and then the two passes before are a part of
+ *             it: dK and dV stay with it while it walks over the queries, and in float32 S and dP that prepare has formed.
  *             dQ of a tile of queries is added to by several chunks, in the order of the chunks: each waits for its turn.
  *   dsinks, dbias   small sums of their own, each element by one task
  *
