@@ -85,8 +85,8 @@ static void add_mixed_sums(const call *c, const unit *u, const key_block *b, boo
     add_row_sums(c, b, !whole, w);
 }
 
-/* D gets sum over all keys of P∘dweights, the scores once more; with `whole` it becomes that of P∘(Z∘dP + dweights), and lse what makes P
- * sum to 1. */
+/* D gets sum over all keys of P∘dweights, the scores once more; with `whole` D, which has that, becomes the sum of P∘(Z∘dP + dweights) and
+ * lse what makes P sum to 1, in rows that lse says to be of these keys alone. */
 static void add_key_sums(const call *c, const unit *u, bool whole, backward_space *w, const backward_shared *g) {
     const lanes *l = &w->l;
     const range keys = l->keys;
@@ -326,9 +326,10 @@ static void prepare_task(const call *c, const unit *u, int64_t tile, backward_sp
         refine_lse(c, u, w, g);
     else if (renewed)
         renew_lse(c, u, seen, w, g);
-    const bool whole = surveys(c, u, &w->l, g->chunk_k, sharp);
-    if (whole || c->t->dweights)
-        add_key_sums(c, u, whole, w, g);
+    if (c->t->dweights)
+        add_key_sums(c, u, false, w, g);
+    if (surveys(c, u, &w->l, g->chunk_k, sharp))
+        add_key_sums(c, u, true, w, g);
 }
 
 /* -------------------------------------------------------------------------------------------------------- main */
