@@ -284,6 +284,33 @@ static void test_threads_change(void **state) {
     attention_free(&q);
 }
 
+/* Backward alike, where fewer threads have larger tasks. */
+static void test_threads_change_backward(void **state) {
+    (void)state;
+    static const int counts[][2] = {{7, 1}, {5, 2}, {3, 1}, {3, 2}, {7, 5}, {2, 1}};
+    const attention_case c = unit_of_chunks(3);
+    for (size_t x = 0; x < COUNT(counts); x++) {
+        attention_problem p = attention_new(&c), q = attention_new(&c);
+        set_threads(counts[x][0]);
+        attention_run(&p, HEDDLE_FORWARD);
+        attention_run(&p, HEDDLE_BACKWARD);
+        attention_run(&q, HEDDLE_FORWARD);
+        size_t bytes = 0;
+        assert_int_equal(heddle_attention_workspace(&q.a, HEDDLE_BACKWARD, &bytes), HEDDLE_OK);
+        void *workspace = workspace_new(q.a.device, bytes);
+        heddle_attention_data data = attention_data(&q, true);
+        set_threads(counts[x][1]);
+        assert_int_equal(heddle_attention_backward(&q.a, &data, workspace, bytes, NULL), HEDDLE_OK);
+        assert_true(workspace_intact(q.a.device, workspace, bytes));
+        for (int y = 0; y < T_COUNT; y++)
+            tensor_download(&q.t[y]);
+        assert_true(attention_same(&p, &q));
+        workspace_free(q.a.device, workspace, bytes);
+        attention_free(&p);
+        attention_free(&q);
+    }
+}
+
 typedef struct job {
     int first;
     attention_problem *attention; /* expected results */
@@ -474,6 +501,7 @@ int main(void) {
         cmocka_unit_test(test_norm_linear_thread_counts),
         cmocka_unit_test(test_right_with_threads),
         cmocka_unit_test(test_threads_change),
+        cmocka_unit_test(test_threads_change_backward),
         cmocka_unit_test(test_concurrent_calls),
         cmocka_unit_test(test_many_threads),
         cmocka_unit_test(test_inside_parallel_region),

@@ -116,7 +116,7 @@ static void attention_backward(const attention_plan *plan, const heddle_attentio
     carver shared = {workspace, 0};
     const backward_shared g = carve_backward_shared(plan, &shared);
     carve_segments(plan, &c, &shared);
-    const size_t each = (plan->workspace - shared.used) / (size_t)plan->threads;
+    const size_t each = (plan->workspace - shared.used) / (size_t)plan->threads / 64 * 64;
     const int64_t units = a->b * a->hk;
     const dbias_shape shape = shape_of_dbias(&c);
     const bool at_once = g.parts == 1;
@@ -193,13 +193,7 @@ static void choose_pieces(attention_plan *plan) {
         plan->chunk_k = (plan->chunk_k / TILE_KEYS + 1) / 2 * TILE_KEYS;
 }
 
-static void plan_attention(attention_plan *plan) {
-    const heddle_attention *a = &plan->a;
-    static const char *const types[] = {"f32", "bf16", "f16", "f64"};
-    snprintf(plan->kernel, sizeof plan->kernel, "heddle_attention_%s_%s_%s",
-             plan->pass == HEDDLE_FORWARD ? "fwd" : "bwd", types[a->dtype], ISA_NAME);
-    plan->tile_k = TILE_KEYS;
-    choose_pieces(plan);
+static size_t room_of(const attention_plan *plan) {
     carver each = {0}, shared = {0};
     call unused;
     if (plan->pass == HEDDLE_FORWARD) {
@@ -211,7 +205,25 @@ static void plan_attention(attention_plan *plan) {
         carve_backward_shared(plan, &shared);
     }
     carve_segments(plan, &unused, &shared);
-    plan->workspace = shared.used + each.used * (size_t)plan->threads;
+    return shared.used + each.used * (size_t)plan->threads;
+}
+
+static void plan_attention(attention_plan *plan) {
+    const heddle_attention *a = &plan->a;
+    static const char *const types[] = {"f32", "bf16", "f16", "f64"};
+    snprintf(plan->kernel, sizeof plan->kernel, "heddle_attention_%s_%s_%s",
+             plan->pass == HEDDLE_FORWARD ? "fwd" : "bwd", types[a->dtype], ISA_NAME);
+    plan->tile_k = TILE_KEYS;
+    choose_pieces(plan);
+    plan->workspace = room_of(plan);
+    /* Threads may become fewer before the call, and a task's share then all chunks of a unit. */
+    attention_plan fewer = *plan;
+    while (plan->pass == HEDDLE_BACKWARD && !joins_chunks(plan) && --fewer.threads > 0)
+        if (joins_chunks(&fewer)) {
+            const size_t room = room_of(&fewer);
+            plan->workspace = room > plan->workspace ? room : plan->workspace;
+            break;
+        }
 }
 
 #endif
