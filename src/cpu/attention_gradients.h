@@ -73,8 +73,8 @@ typedef struct backward_shared {
     float *dq;                  /* sums of dQ [slot][group·sq][d_pad], for 16-bit types and several chunks */
     _Atomic uint32_t *turn;     /* [unit][tile]: the chunk that may add to dQ */
     _Atomic uint32_t *done;     /* [unit]: chunks that are finished, where there are slots */
-    magnitudes *
-        sizes; /* [unit][chunk], with an equal share of the unit's queries each, where a task has one of several chunks */
+    /* [unit][chunk], with an equal share of the unit's queries each, where a task has one of several chunks */
+    magnitudes *sizes;
     int64_t slots, tiles, chunks, chunk_k;
     int64_t parts, part_k;   /* what of a unit is one task's: a chunk, or all of them */
     int64_t per_ticket;      /* pieces */
